@@ -1,0 +1,3 @@
+"""TAPE: contextualized equivariant positional encoding for transformers (Zhu et al., ICML 2025, arXiv 2501.00712)."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,117 @@
+"""Result lines: one JSON object per finished evaluation of a run. Tables and pictures are made from these lines only."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+RESULTS_FILE = "results.jsonl"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run did and scored.
+
+    Attributes:
+        name: name of the run (its folder's name).
+        task: registered name of the task, for example `"addition"`.
+        config: the whole resolved configuration (`model`, `task`, `training`, ...), as plain JSON values.
+        seed: seed of the initial weights and of the training data.
+        git_revision: revision of the working tree, `+dirty` appended where files differ from it; `None` outside git.
+        versions: versions of Python, torch, transformers and tape-pe.
+        parameters: number of trainable parameters.
+        steps: optimizer steps taken.
+        tokens: non-padding tokens read in training.
+        train_seconds: wall time of training, in seconds, resumed parts added up.
+        eval_seconds: wall time of the evaluation, in seconds.
+        loss_curve: `[step, training loss]` pairs in order of steps.
+        metrics: the task's scores; for addition see `tape_pe.tasks.addition`.
+    """
+
+    name: str
+    task: str
+    config: dict[str, Any]
+    seed: int
+    git_revision: str | None
+    versions: dict[str, str]
+    parameters: int
+    steps: int
+    tokens: int
+    train_seconds: float
+    eval_seconds: float
+    loss_curve: list[list[float]] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def encoding(self) -> str:
+        """Name of the positional encoding."""
+        return str(self.config["model"]["encoding"])
+
+
+def append_result(run: Path, result: Result) -> Path:
+    """Appends `result` as one line to the run folder's results file and returns the file's path."""
+    path = run / RESULTS_FILE
+    line = json.dumps(asdict(result), allow_nan=False)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def read_results(run: Path) -> list[Result]:
+    """Reads all result lines of a run folder, oldest first.
+
+    Raises:
+        FileNotFoundError: `run` has no results file (it was never evaluated).
+        ValueError: a line is not a result; the message names the file and the line.
+    """
+    path = run / RESULTS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: evaluate the run first, with `tape evaluate {run}`")
+    known = {f.name for f in fields(Result)}
+    results = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            unknown = sorted(set(values) - known)
+            if unknown:
+                raise TypeError(f"unknown fields {unknown}")
+            results.append(Result(**values))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a result line ({error})") from error
+    return results
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that results depend on."""
+    import torch
+    import transformers
+
+    from tape_pe import __version__
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tape-pe": __version__,
+    }
+
+
+def git_revision() -> str | None:
+    """Revision of the checkout that holds this package, with `+dirty` for local changes; `None` outside git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        revision = git("rev-parse", "HEAD")
+        return revision + "+dirty" if git("status", "--porcelain", "--untracked-files=no") else revision
+    except (OSError, subprocess.CalledProcessError):
+        return None
