@@ -71,7 +71,9 @@ def _check_shapes(
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value), ("state", state)):
         if tensor is not None and tensor.ndim != 4:
-            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: four axes [B, heads, N, channels] are needed")
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)}: four axes [B, heads, N, channels] are needed"
+            )
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys = key.shape[1:3]
     if heads % kv_heads:
@@ -79,11 +81,15 @@ def _check_shapes(
     if key.shape[0] != batch or key.shape[3] != head_dim:
         raise ValueError(f"key has the shape {tuple(key.shape)}: query {tuple(query.shape)} needs the same B and D")
     if value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"value has the shape {tuple(value.shape)}: key {tuple(key.shape)} needs the same B, Hkv and N")
+        raise ValueError(
+            f"value has the shape {tuple(value.shape)}: key {tuple(key.shape)} needs the same B, Hkv and N"
+        )
     if num_queries > num_keys:
         raise ValueError(f"query has {num_queries} tokens: more than the {num_keys} of key, of which they are the last")
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: not equal")
+        raise ValueError(
+            f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: not equal"
+        )
     if state is not None and (
         state.shape[0] not in (1, batch) or state.shape[1] not in (1, kv_heads) or state.shape[2] != num_keys
     ):

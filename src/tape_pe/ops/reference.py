@@ -149,9 +149,7 @@ def attention_weights(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if bias is not None:
         scores = scores + bias
-    mask = dense_mask(
-        query.shape[2], key.shape[2], segment_ids=segment_ids, causal=causal, device=query.device
-    )
+    mask = dense_mask(query.shape[2], key.shape[2], segment_ids=segment_ids, causal=causal, device=query.device)
     scores = scores.masked_fill(~mask, -torch.inf)
     dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
     # A row of -inf has the gradient NaN even where it is overwritten afterwards: softmax must never see one.

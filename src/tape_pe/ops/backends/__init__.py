@@ -66,10 +66,18 @@ BACKENDS = {
             blockwise.attention,
             lambda device: None if device.type == "cpu" else f"runs on cpu, not on {device.type}",
         ),
-        Backend("sdpa", "torch's scaled_dot_product_attention, called for values and for states", sdpa.attention,
-                lambda device: None),
-        Backend("reference", "the whole attention matrix, as the equations have it", reference.attention,
-                lambda device: None),
+        Backend(
+            "sdpa",
+            "torch's scaled_dot_product_attention, called for values and for states",
+            sdpa.attention,
+            lambda device: None,
+        ),
+        Backend(
+            "reference",
+            "the whole attention matrix, as the equations have it",
+            reference.attention,
+            lambda device: None,
+        ),
     )
 }
 

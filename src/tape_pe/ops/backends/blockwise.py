@@ -35,9 +35,7 @@ def attention(
     """See `tape_pe.ops.positional_attention`. Half-precision inputs are computed in fp32."""
     if bias is not None:
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    output, averaged = torch.ops.tape_pe.blockwise_attention(
-        query, key, value, state, segment_ids, bias, causal, scale
-    )
+    output, averaged = torch.ops.tape_pe.blockwise_attention(query, key, value, state, segment_ids, bias, causal, scale)
     return output, None if state is None else averaged
 
 

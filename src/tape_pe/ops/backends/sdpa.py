@@ -35,7 +35,9 @@ def attention(
         if bias is not None:
             mask = bias.to(query.dtype).masked_fill(~mask, -torch.inf)
         # Rows without a key see all of them and are zeroed afterwards, so that no kernel meets a row of -inf.
-        dead = ~mask.any(dim=-1, keepdim=True) if bias is None else mask.detach().amax(dim=-1, keepdim=True) == -torch.inf
+        dead = (
+            ~mask.any(dim=-1, keepdim=True) if bias is None else mask.detach().amax(dim=-1, keepdim=True) == -torch.inf
+        )
         mask = mask | dead if bias is None else mask.masked_fill(dead, 0.0)
 
     def call(values: Tensor) -> Tensor:
