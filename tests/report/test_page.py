@@ -153,7 +153,7 @@ def test_tables_can_be_sorted_by_value(make_run, tmp_path, parse):
 
 def test_heat_map_numbers_are_also_a_table(make_run, page):
     rows = page([make_run("a")]).table("a: exact match in %, by operand lengths n and m")
-    assert rows[2] == {"Digits": "n = 3", "m = 1": "25.0", "m = 2": "25.0", "m = 3": "25.0", "m = 4": "0.0"}
+    assert rows[2] == {"Digits": "n=3", "m=1": "25.0", "m=2": "25.0", "m=3": "25.0", "m=4": "0.0"}
 
 
 def test_two_runs_of_one_name_are_told_apart(make_run, page):

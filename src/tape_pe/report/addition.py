@@ -74,7 +74,7 @@ def _picture(run: Run, grid: list[list[float]]) -> Picture:
     scores = {column.title: column.value(run.result) for column in COLUMNS}
     text = ", ".join(f"{title.lower()} {percent(value)}" for title, value in scores.items() if value is not None)
     rows = [
-        [Cell(f"n = {n}", n), *(Cell(f"{100 * value:.1f}", value) for value in row)]
+        [Cell(f"n={n}", n), *(Cell(f"{100 * value:.1f}", value) for value in row)]
         for n, row in enumerate(grid, start=1)
     ]
     columns = len(grid[0])
@@ -88,7 +88,7 @@ def _picture(run: Run, grid: list[list[float]]) -> Picture:
         caption=text,
         table=Table(
             caption=f"{run.label}: exact match in %, by operand lengths n and m",
-            headers=["Digits", *(f"m = {m}" for m in range(1, columns + 1))],
+            headers=["Digits", *(f"m={m}" for m in range(1, columns + 1))],
             rows=rows,
             numeric=[False] + [True] * columns,
             sortable=False,
