@@ -17,7 +17,6 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import ModelOutput, can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
 
 from tape_pe.encodings import get_encoding
 from tape_pe.models.base import TapeLMPreTrainedModel
@@ -177,7 +176,6 @@ class TapeLMModel(TapeLMPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
     @can_return_tuple
     def forward(
         self,
@@ -202,7 +200,12 @@ class TapeLMModel(TapeLMPreTrainedModel):
             raise ValueError(
                 f"cache={type(cache).__name__}: a TapeCache is needed, which holds position states as well"
             )
-        if use_cache and cache is None:
+        learning = self.training and torch.is_grad_enabled()
+        if cache is not None and learning and self.gradient_checkpointing:
+            raise ValueError("cache: activation checkpointing runs layers twice, which would add their tokens twice")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not learning
+        if use_cache and cache is None and not (learning and self.gradient_checkpointing):
             cache = TapeCache()
         layout = resolve_layout(
             inputs_embeds.shape[:2], inputs_embeds.device, attention_mask, position_ids, document_ids, cache, kwargs
@@ -299,7 +302,7 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
             inputs_embeds: `[B, N, hidden_size]` instead of `input_ids`.
             labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. The first token of a
                 document is never predicted from the document before it.
-            use_cache: whether to return a cache; default `config.use_cache`.
+            use_cache: whether to return a cache; default `config.use_cache`, and never in training.
             output_hidden_states: see `TapeModelOutput`.
             output_attentions: see `TapeModelOutput`; costs an N x N matrix per head and layer, changes no logits.
             output_position_states: see `TapeModelOutput`.
