@@ -1,3 +1,7 @@
 """TAPE: contextualized equivariant positional encoding for transformers (Zhu et al., ICML 2025, arXiv 2501.00712)."""
 
 __version__ = "0.1.0"
+
+from tape_pe.models import TapeCache, TapeCausalLMOutput, TapeLMConfig, TapeLMForCausalLM
+
+__all__ = ["TapeCache", "TapeCausalLMOutput", "TapeLMConfig", "TapeLMForCausalLM", "__version__"]

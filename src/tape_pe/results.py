@@ -1,4 +1,4 @@
-"""Result lines: one JSON object per finished evaluation of a run. Tables and pictures are made from these lines only."""
+"""Result lines: one JSON object per finished evaluation of a run. Tables and pictures are made from these alone."""
 
 from __future__ import annotations
 

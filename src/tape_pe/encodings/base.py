@@ -1,0 +1,124 @@
+"""What a positional encoding is to the decoder: a module per model, and a module per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class EncodingSizes:
+    """The sizes of a decoder that encodings depend on.
+
+    Attributes:
+        hidden_size: width of the token stream.
+        num_attention_heads: H, heads of the queries.
+        num_key_value_heads: Hkv, heads of keys, values and states.
+        head_dim: D, channels per head.
+        num_hidden_layers: number of layers.
+        max_position_embeddings: the length that the model is made for.
+        rope_parameters: base and frequency rule, in the form of Hugging Face's `rope_parameters`.
+        initializer_range: standard deviation of random start weights.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    rope_parameters: Mapping[str, Any]
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """Options of an encoding; subclasses add fields and check them in `__post_init__`."""
+
+    @classmethod
+    def from_dict(cls, encoding: str, values: Mapping[str, Any]) -> EncodingOptions:
+        """Builds options from a mapping such as `encoding_options` of a config.
+
+        Raises:
+            ValueError: a key that the encoding does not have, or a value that it refuses.
+        """
+        allowed = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in allowed:
+                has = ", ".join(allowed) if allowed else "no options"
+                raise ValueError(f"encoding_options.{key}={values[key]!r}: encoding={encoding!r} has {has}")
+        return cls(**values)
+
+
+class LayerEncoding(nn.Module):
+    """The part of an encoding that belongs to one layer. This class does nothing: NoPE.
+
+    Attributes:
+        averages_state: whether the layer's attention shall average the states of the keys, for `forward`. Keys' states
+            are then cached as well.
+    """
+
+    averages_state: bool = False
+
+    def rotate(self, query: Tensor, key: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Applies the state to queries `[B, H, N, D]` and keys `[B, Hkv, N, D]`."""
+        return query, key
+
+    def forward(
+        self, state: Tensor | None, averaged_state: Tensor | None, mlp_input: Tensor, mlp_output: Tensor
+    ) -> Tensor | None:
+        """The state that the next layer reads.
+
+        Args:
+            state: what this layer read, `[B | 1, Hkv | 1, N, Ds]`, or `None` for encodings without one.
+            averaged_state: its attention average per query head, `[B, H, N, Ds]`; `None` unless `averages_state`.
+            mlp_input: normalised tokens that the MLP reads, `[B, N, hidden_size]`.
+            mlp_output: the MLP's output before its residual, `[B, N, hidden_size]`.
+        """
+        return state
+
+    def init_weights(self) -> None:
+        """Sets the layer's own parameters (not those of its submodules) to their start values."""
+
+
+class Encoding(nn.Module):
+    """The part of an encoding that belongs to the whole model. This class does nothing: NoPE.
+
+    Attributes:
+        options_class: dataclass of the options.
+        layer_class: what `layer` builds.
+    """
+
+    options_class: ClassVar[type[EncodingOptions]] = EncodingOptions
+    layer_class: ClassVar[type[LayerEncoding]] = LayerEncoding
+
+    def __init__(self, sizes: EncodingSizes, options: EncodingOptions) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.options = options
+
+    @classmethod
+    def check(cls, sizes: EncodingSizes, options: EncodingOptions) -> None:
+        """Raises a ValueError if a decoder of these sizes cannot have this encoding."""
+
+    @classmethod
+    def layer(cls, sizes: EncodingSizes, options: EncodingOptions, layer_idx: int) -> LayerEncoding:
+        """The encoding's part in layer `layer_idx`."""
+        return cls.layer_class()
+
+    def embed(self, position_ids: Tensor) -> Tensor | None:
+        """What is added to the token embeddings, `[B | 1, N, hidden_size]`, or `None`."""
+        return None
+
+    def start(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """The state that layer 0 reads, `[B | 1, 1, N, Ds]`, computed in fp32 or wider; or `None`.
+
+        Args:
+            position_ids: `[B | 1, N]`. They are consumed here, once; afterwards the state travels with its token.
+            dtype: dtype of the result.
+        """
+        return None

@@ -1,0 +1,58 @@
+"""What all models share: start weights, and loading and saving that neither loses nor leaves half-written anything."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tape_pe.encodings import Encoding, LayerEncoding
+from tape_pe.models.configuration import TapeLMConfig
+
+
+class TapeLMPreTrainedModel(PreTrainedModel):
+    """Base class of the models."""
+
+    config: TapeLMConfig
+    config_class = TapeLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012  (transformers' own form)
+    _can_compile_fullgraph = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (Encoding, LayerEncoding)):
+            module.init_weights()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but refuses weights that are missing, unexpected, misshapen, or not finite.
+
+        Raises:
+            ValueError: the checkpoint does not hold exactly the weights of the model, or one holds NaN or infinity.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if keys := sorted(str(key) for key in info.get(kind, ())):
+                raise ValueError(f"{pretrained_model_name_or_path}: {kind.replace('_', ' ')} in the checkpoint: {keys}")
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta" and not bool(torch.isfinite(parameter).all()):
+                raise ValueError(f"{pretrained_model_name_or_path}: {name} holds NaN or infinity")
+        return (model, info) if with_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, but every file is written under a temporary name and renamed when it is whole."""
+        target = Path(save_directory)
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as scratch:
+            super().save_pretrained(scratch, *args, **kwargs)
+            # The config goes last: it is what makes the folder a model.
+            for path in sorted(Path(scratch).iterdir(), key=lambda path: path.name == "config.json"):
+                os.replace(path, target / path.name)

@@ -1,0 +1,136 @@
+"""Cache of rotated keys, values and the position states that layers average."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+class CachedTokens(NamedTuple):
+    """All tokens that a layer attends to, cached ones first.
+
+    Attributes:
+        key: rotated, `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        state: the states that the layer read, `[B, Hkv | 1, N, Ds]`, or `None` where it averages none.
+    """
+
+    key: Tensor
+    value: Tensor
+    state: Tensor | None
+
+
+class TapeCacheLayer(DynamicLayer):
+    """One layer of a `TapeCache`: what `DynamicLayer` holds, and the layer's input states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor, state: Tensor | None) -> CachedTokens:
+        """Adds new tokens and returns all of them."""
+        is_first = self.get_seq_length() == 0
+        keys, values = self.update(key, value)
+        if state is not None:
+            state = state.expand(key.shape[0], -1, -1, -1)  # the table of layer 0 may be one for the whole batch
+            self.states = state if is_first or self.states is None else torch.cat([self.states, state], dim=-2)
+        return CachedTokens(keys, values, self.states if state is not None else None)
+
+    def reset(self) -> None:
+        super().reset()
+        self.states = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove < 0 and self.states is not None:
+            self.states = self.states[..., :tokens_to_remove, :]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.states is not None:
+            self.states = self.states.index_select(0, beam_idx.to(self.states.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.states is not None:
+            self.states = self.states.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.states is not None:
+            self.states = self.states[indices, ...]
+
+
+class TapeCache(Cache):
+    """Cache of a `TapeLMForCausalLM`, for `generate` and for loops of your own.
+
+    Besides what every layer keeps, it remembers which cached tokens are padding and to which document each belongs
+    (`segment_ids`), so later calls need neither a mask for the past nor document ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=TapeCacheLayer)
+        self.segment_ids: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor, state: Tensor | None, layer_idx: int) -> CachedTokens:
+        """Adds the new tokens of layer `layer_idx`, and returns all tokens that it attends to."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(TapeCacheLayer())
+        return self.layers[layer_idx].append(key, value, state)
+
+    def append_segments(self, segment_ids: Tensor | None, batch_size: int, num_tokens: int) -> Tensor | None:
+        """Adds the segments of new tokens (before any layer has added them) and returns those of all tokens.
+
+        Args:
+            segment_ids: `[B, num_tokens]`, -1 for padding; `None` goes on with the last segment of each row.
+            batch_size: B.
+            num_tokens: number of new tokens.
+        """
+        past = self.get_seq_length()
+        if self.segment_ids is None:
+            if segment_ids is not None and past:
+                segment_ids = torch.nn.functional.pad(segment_ids, (past, 0), value=0)
+            self.segment_ids = segment_ids
+        else:
+            if segment_ids is None:
+                segment_ids = self.last_segment()[:, None].expand(batch_size, num_tokens)
+            self.segment_ids = torch.cat([self.segment_ids, segment_ids.expand(batch_size, num_tokens)], dim=1)
+        return self.segment_ids
+
+    def last_segment(self) -> Tensor:
+        """The segment of each row's last real token, `[B]`."""
+        assert self.segment_ids is not None
+        last_real = (self.segment_ids >= 0).long().cumsum(dim=1).argmax(dim=1, keepdim=True)
+        return self.segment_ids.gather(1, last_real)[:, 0].clamp(min=0)
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        super().reset()
+        self.segment_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens (a number <= 0, as transformers counts)."""
+        super().crop(tokens_to_remove)
+        if tokens_to_remove < 0 and self.segment_ids is not None:
+            self.segment_ids = self.segment_ids[:, :tokens_to_remove]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Puts the rows `beam_idx` in the place of the present ones, for beam search."""
+        super().reorder_cache(beam_idx)
+        if self.segment_ids is not None:
+            self.segment_ids = self.segment_ids.index_select(0, beam_idx.to(self.segment_ids.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        if self.segment_ids is not None:
+            self.segment_ids = self.segment_ids.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices`."""
+        super().batch_select_indices(indices)
+        if self.segment_ids is not None:
+            self.segment_ids = self.segment_ids[indices, ...]

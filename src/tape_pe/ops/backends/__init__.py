@@ -1,0 +1,111 @@
+"""Backends of `positional_attention`: each says whether it can run on a device and, if not, why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tape_pe.ops import reference
+from tape_pe.ops.backends import blockwise, sdpa
+
+ENVIRONMENT_VARIABLE = "TAPE_BACKEND"
+
+
+class Attention(Protocol):
+    """The computation of a backend; arguments as in `positional_attention`, with `state` `[B, Hkv, Nk, Ds]`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: Tensor | None,
+        segment_ids: Tensor | None,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Backend(NamedTuple):
+    """A way to compute attention.
+
+    Attributes:
+        name: what `TAPE_BACKEND` and the `backend` argument call it.
+        description: one line for `tape info`.
+        attention: the computation.
+        unavailable: returns why it cannot run on a device, or `None` if it can.
+    """
+
+    name: str
+    description: str
+    attention: Attention
+    unavailable: Callable[[torch.device], str | None]
+
+
+class BackendReport(NamedTuple):
+    """One line of `tape info`."""
+
+    name: str
+    available: bool
+    reason: str
+    chosen: bool
+
+
+# In order of preference.
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "blockwise",
+            "rows in chunks, values and states with the same weights, no N x N buffer",
+            blockwise.attention,
+            lambda device: None if device.type == "cpu" else f"runs on cpu, not on {device.type}",
+        ),
+        Backend(
+            "sdpa",
+            "torch's scaled_dot_product_attention, called for values and for states",
+            sdpa.attention,
+            lambda device: None,
+        ),
+        Backend(
+            "reference",
+            "the whole attention matrix, as the equations have it",
+            reference.attention,
+            lambda device: None,
+        ),
+    )
+}
+
+
+def select_backend(device: torch.device, name: str | None = None) -> Backend:
+    """The backend `name`, else the one `TAPE_BACKEND` names, else the first that can run on `device`.
+
+    Raises:
+        ValueError: the named backend is unknown or cannot run on `device`.
+    """
+    source = "backend" if name else ENVIRONMENT_VARIABLE
+    name = name or os.environ.get(ENVIRONMENT_VARIABLE)
+    if not name:
+        return next(backend for backend in BACKENDS.values() if backend.unavailable(device) is None)
+    if name not in BACKENDS:
+        raise ValueError(f"{source}={name!r}: known backends are {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].unavailable(device)
+    if reason is not None:
+        raise ValueError(f"{source}={name!r}: not available, it {reason}")
+    return BACKENDS[name]
+
+
+def describe_backends(device: torch.device | str = "cpu") -> list[BackendReport]:
+    """For every backend: can it run on `device`, why or why not, and is it the one that would be used."""
+    device = torch.device(device)
+    chosen = select_backend(device)
+    reports = []
+    for backend in BACKENDS.values():
+        reason = backend.unavailable(device)
+        reports.append(BackendReport(backend.name, reason is None, reason or backend.description, backend is chosen))
+    return reports
