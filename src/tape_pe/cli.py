@@ -195,9 +195,10 @@ def _info(namespace: Namespace) -> int:
 
     for name, version in library_versions().items():
         print(f"{name}: {version}")
-    print(f"device: {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}")
     print(f"threads: {torch.get_num_threads()}")
-    for name, available, reason, chosen in describe_backends():
+    for name, available, reason, chosen in describe_backends(device):
         state = "chosen" if chosen else "available" if available else "unavailable"
         print(f"backend {name}: {state} ({reason})")
     return 0

@@ -39,7 +39,7 @@ HIDDEN_TRAINING_FIELDS = frozenset(FIXED_TRAINING_FIELDS) | {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Size and encoding of the model; names are those of `TapeLMConfig`.
+    """Size and encoding of the model; names are those of `TapeLMConfig`, which checks them.
 
     Args:
         hidden_size: width of the token stream.
@@ -72,28 +72,6 @@ class ModelOptions:
     rope_parameters: dict[str, Any] | None = None
     encoding: str = "tape"
     encoding_options: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name in (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "max_position_embeddings",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{name} is {value}; it must be at least 1")
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if kv_heads is not None and heads % kv_heads:
-            raise ValueError(
-                f"model.num_key_value_heads is {kv_heads}; it must divide model.num_attention_heads, {heads}"
-            )
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"model.hidden_size is {self.hidden_size}; it must be a multiple of model.num_attention_heads, "
-                f"{heads}, unless model.head_dim is given"
-            )
-        head_dim = self.head_dim or self.hidden_size // heads
-        if head_dim % 2:
-            raise ValueError(f"model.head_dim is {head_dim}; it must be even")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +33,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
+from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
 from tape_pe.tasks.base import RightPaddingCollator
@@ -59,33 +61,29 @@ class TrainingInterruptedError(Exception):
         self.checkpoint, self.step = checkpoint, step
 
 
-def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Any:
+def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> TapeLMConfig:
     """The model's configuration.
 
     Raises:
-        ValueError: the options do not fit together.
+        ValueError: an unknown encoding or option, or sizes that do not fit together; the message names the key.
     """
-    from transformers import LlamaConfig
-
-    values = {name: value for name, value in vars(options).items() if value is not None}
-    values.pop("encoding")
-    values.pop("encoding_options", None)
-    return LlamaConfig(
-        **values,
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    try:
+        return TapeLMConfig(
+            **asdict(options),
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"model: {error}") from error
 
 
-def build_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def build_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> TapeLMForCausalLM:
     """A freshly initialised model; `seed` defines its weights."""
-    from transformers import LlamaForCausalLM
-
     config = build_config(options, tokenizer)
     set_seed(seed)
-    return LlamaForCausalLM(config)
+    return TapeLMForCausalLM(config)
 
 
 def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False, overwrite: bool = False) -> Path:
