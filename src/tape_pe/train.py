@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -177,8 +177,11 @@ def check_run(
 def _check_same_run(old: RunOptions, new: RunOptions) -> None:
     """Raises ValueError where a resumed run would not be the run that was begun."""
     before, after = old.sections(), new.sections()
+    defaults = {f.name: f.default for f in fields(TrainingArguments)}
+    for sections in (before, after):
+        sections["training"] = {**defaults, **sections["training"]}
     for section in ("model", "task", "training"):
-        for key in sorted({*before[section], *after[section]}):
+        for key in before[section]:
             was, now = before[section].get(key), after[section].get(key)
             if was != now and not (section == "training" and key in FREE_ON_RESUME):
                 raise ValueError(f"{section}.{key} is {now!r}; the run to resume has {was!r} in {old.output_dir}")
