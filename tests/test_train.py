@@ -191,6 +191,19 @@ def test_accumulated_gradient_equals_that_of_the_full_batch(make_options, tmp_pa
     assert max(value.abs().max() for value in full.values()) > 1e-2
 
 
+def test_padding_on_the_right_needs_no_attention_mask(make_options):
+    options = make_options()
+    tokenizer = options.task.tokenizer()
+    model = build_model(options.model, tokenizer, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    batch = RightPaddingCollator(tokenizer.pad_token_id)(options.task.training_dataset(0, 16).__getitems__(range(16)))
+    mask = (batch["input_ids"] != tokenizer.pad_token_id).long()
+    assert mask.min() == 0
+    torch.testing.assert_close(model(**batch).loss, model(**batch, attention_mask=mask).loss, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_with_a_checkpoint_and_the_resumed_run_is_the_same(make_options, monkeypatch, number):
     original = RunTrainer.end_step

@@ -129,7 +129,7 @@ def _evaluate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     from tape_pe.options import load_options
 
     parser.add_argument("run", type=str, help="The run folder.")
-    parser.add_argument("--batch_size", type=int, default=512, help="Prompts decoded together.")
+    parser.add_argument("--batch_size", type=int, default=256, help="Prompts decoded together.")
     parser.add_argument("--device", type=str, help="Where to run, such as cpu or cuda; default: the GPU if any.")
     if arguments and not arguments[0].startswith("-"):
         task = _refusing(load_options, Path(arguments[0])).task

@@ -57,7 +57,7 @@ def check_device(device: str | None) -> torch.device:
 
 
 def check_evaluation(
-    run: Path, *, task_options: Mapping[str, Any] | None = None, batch_size: int = 512, device: str | None = None
+    run: Path, *, task_options: Mapping[str, Any] | None = None, batch_size: int = 256, device: str | None = None
 ) -> Task:
     """Everything that `evaluate` refuses, found out before any work.
 
@@ -80,7 +80,7 @@ def evaluate(
     run: Path | str,
     *,
     task_options: Mapping[str, Any] | None = None,
-    batch_size: int = 512,
+    batch_size: int = 256,
     device: str | None = None,
 ) -> Result:
     """Scores a finished run, appends the result to its `results.jsonl` and returns it.

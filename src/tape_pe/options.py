@@ -121,7 +121,9 @@ class RunOptions:
         output_dir = sections.get("output_dir")
         if not output_dir:
             raise ValueError("output_dir is not set; it must name the run folder")
-        return cls(str(output_dir), ModelOptions(**model), name, make_task(name, **task), dict(sections["training"]))
+        return cls(
+            str(output_dir), ModelOptions(**model), name, make_task(name, **task), dict(sections.get("training", {}))
+        )
 
     def save(self, run: Path) -> None:
         """Writes the options to the run folder's `config.yaml`."""

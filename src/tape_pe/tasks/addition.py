@@ -108,7 +108,7 @@ class Addition(Task):
         return [_pair_fingerprint(*self.evaluation_pairs(n, m)) for n, m in cells]
 
     def score(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 512, trained: Task | None = None
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, batch_size: int = 256, trained: Task | None = None
     ) -> dict[str, Any]:
         """Greedy exact match of the whole sum with its end of sequence, for every pair of operand lengths.
 
