@@ -59,14 +59,17 @@ def resolve_layout(
                 f"{(batch_size, num_tokens)}, or with the cached tokens {(batch_size, past + num_tokens)}, is needed"
             )
         attention_mask = attention_mask[:, -num_tokens:]
-    elif document_ids is None and past == 0:
-        document_ids = flattened_documents(position_ids, num_tokens, flattened)
+    if document_ids is None:
+        if cache is not None and past:
+            document_ids = cache.last_segment()
+        elif attention_mask is None:
+            document_ids = flattened_documents(position_ids, num_tokens, flattened)
 
     segment_ids = make_segment_ids(attention_mask, document_ids)
     if segment_ids is not None:
         segment_ids = segment_ids.expand(batch_size, num_tokens)
     if cache is not None:
-        segment_ids = cache.append_segments(segment_ids, batch_size, num_tokens)
+        segment_ids = cache.append_segments(segment_ids)
     if position_ids is None:
         if segment_ids is None:
             position_ids = torch.arange(past, past + num_tokens, device=device)[None]
