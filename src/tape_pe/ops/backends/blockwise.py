@@ -1,8 +1,9 @@
 """Attention on CPU in chunks of rows: memory linear in N, values and states averaged with the same weights.
 
 A chunk of query rows sees whole rows of scores, so its softmax needs no running maximum. Only the causal prefix is
-computed. Forward saves its inputs alone; backward computes the weights again. Scores of one chunk fill a buffer of about
-a megabyte: for long sequences that is some rows of one key/value head, for short ones many heads and batch rows at once.
+computed. Forward saves its inputs alone; backward computes the weights again. Scores of one chunk fill a buffer of
+about a megabyte: for long sequences that is some rows of one key/value head, for short ones many heads and batch rows
+at once.
 
 The two operators are opaque to `torch.compile`, which therefore neither unrolls the loops nor recompiles for a length.
 """
@@ -135,7 +136,7 @@ class _Problem:
 
 
 def _token_major(like: Tensor, batch: int, heads: int, tokens: int, channels: int) -> Tensor:
-    """An empty `[B, heads, N, C]` whose memory is `[B, N, heads, C]`, so that projections can read it without a copy."""
+    """An empty `[B, heads, N, C]` whose memory is `[B, N, heads, C]`: projections read it without a copy."""
     return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
 
 
