@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
@@ -22,6 +21,7 @@ from tape_pe.encodings import get_encoding
 from tape_pe.models.base import TapeLMPreTrainedModel
 from tape_pe.models.cache import TapeCache
 from tape_pe.models.configuration import TapeLMConfig
+from tape_pe.models.generation import TapeGenerationMixin
 from tape_pe.models.packing import Layout, resolve_layout
 from tape_pe.ops import positional_attention
 from tape_pe.ops.reference import attention_weights
@@ -255,7 +255,7 @@ class TapeLMModel(TapeLMPreTrainedModel):
         )
 
 
-class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
+class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
     """The decoder with a language-model head.
 
     A `transformers` model in every respect: `generate`, `save_pretrained`, `from_pretrained` and the Auto classes,
@@ -341,28 +341,3 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             position_states=outputs.position_states,
         )
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """As in transformers; `document_ids` belong to the prompt, and later tokens go on with its last document."""
-        document_ids = kwargs.pop("document_ids", None)
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if document_ids is not None:
-            new = input_ids.shape[1] - document_ids.shape[1]
-            document_ids = torch.cat([document_ids, document_ids[:, -1:].expand(-1, new)], dim=1)
-            inputs["document_ids"] = document_ids[:, -inputs["input_ids"].shape[1] :]
-        return inputs
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={implementation!r}: position states need a TapeCache, which is dynamic"
-            )
-        if generation_config.use_cache and model_kwargs.get("cache") is None:
-            model_kwargs["cache"] = TapeCache()
