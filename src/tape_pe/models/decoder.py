@@ -22,7 +22,7 @@ from tape_pe.models.base import TapeLMPreTrainedModel
 from tape_pe.models.cache import TapeCache
 from tape_pe.models.configuration import TapeLMConfig
 from tape_pe.models.generation import TapeGenerationMixin
-from tape_pe.models.packing import Layout, resolve_layout
+from tape_pe.models.packing import Layout, predictable_labels, resolve_layout
 from tape_pe.ops import positional_attention
 from tape_pe.ops.reference import attention_weights
 
@@ -300,8 +300,8 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
                 transformers' `DataCollatorWithFlattening` need none, see `tape_pe.models.packing`.
             cache: tokens seen before.
             inputs_embeds: `[B, N, hidden_size]` instead of `input_ids`.
-            labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. The first token of a
-                document is never predicted from the document before it.
+            labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. Padding, the token after
+                it and the first token of a document are never predicted.
             use_cache: whether to return a cache; default `config.use_cache`, and never in training.
             output_hidden_states: see `TapeModelOutput`.
             output_attentions: see `TapeModelOutput`; costs an N x N matrix per head and layer, changes no logits.
@@ -329,9 +329,8 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            if document_ids is not None:
-                starts = document_ids[:, 1:] != document_ids[:, :-1]
-                labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(starts, -100)], dim=1)
+            past = 0 if outputs.cache is None else outputs.cache.get_seq_length() - labels.shape[1]
+            labels = predictable_labels(labels, attention_mask, position_ids, document_ids, past, kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return TapeCausalLMOutput(
             loss=loss,
