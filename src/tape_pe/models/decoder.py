@@ -167,6 +167,8 @@ class DecoderLayer(GradientCheckpointingLayer):
 class TapeLMModel(TapeLMPreTrainedModel):
     """Embeddings, layers and final norm."""
 
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012  (transformers' own form)
+
     def __init__(self, config: TapeLMConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
