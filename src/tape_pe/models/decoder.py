@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from tape_pe.encodings import get_encoding
 from tape_pe.models.base import TapeLMPreTrainedModel
 from tape_pe.models.cache import TapeCache
+from tape_pe.models.checks import check_cache, check_labels, check_tokens
 from tape_pe.models.configuration import TapeLMConfig
 from tape_pe.models.generation import TapeGenerationMixin
 from tape_pe.models.packing import Layout, predictable_labels, resolve_layout
@@ -194,14 +195,12 @@ class TapeLMModel(TapeLMPreTrainedModel):
         **kwargs: Any,
     ) -> TapeModelOutput:
         """See `TapeLMForCausalLM.forward`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids and inputs_embeds: exactly one of them is needed")
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("past_key_values: the argument is called cache, and takes a TapeCache")
+        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
+        check_cache(cache)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if cache is not None and not isinstance(cache, TapeCache):
-            raise ValueError(
-                f"cache={type(cache).__name__}: a TapeCache is needed, which holds position states as well"
-            )
         learning = self.training and torch.is_grad_enabled()
         if cache is not None and learning and self.gradient_checkpointing:
             raise ValueError("cache: activation checkpointing runs layers twice, which would add their tokens twice")
@@ -331,6 +330,7 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
+            check_labels(labels, outputs.last_hidden_state.shape[:2], logits_to_keep)
             past = 0 if outputs.cache is None else outputs.cache.get_seq_length() - labels.shape[1]
             labels = predictable_labels(labels, attention_mask, position_ids, document_ids, past, kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tape_pe.models.cache import TapeCache
+from tape_pe.models.checks import check_cache, check_layout
 from tape_pe.ops import make_segment_ids, segment_positions
 
 
@@ -45,20 +46,13 @@ def resolve_layout(
         flattened: may hold `seq_idx` or `cu_seq_lens_q` of a flattening collator, see `find_documents`.
 
     Raises:
-        ValueError: a shape that does not fit.
+        ValueError: a shape or dtype that does not fit.
     """
     batch_size, num_tokens = shape
     past = 0 if cache is None else cache.get_seq_length()
-    documents = (("document_ids", document_ids), ("seq_idx", flattened.get("seq_idx")))
-    for name, tensor in (("position_ids", position_ids), *documents):
-        if tensor is not None and tensor.shape not in ((batch_size, num_tokens), (1, num_tokens)):
-            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: {(batch_size, num_tokens)} is needed")
+    check_cache(cache, batch_size)
+    check_layout((batch_size, num_tokens), past, attention_mask, position_ids, document_ids, flattened.get("seq_idx"))
     if attention_mask is not None:
-        if attention_mask.shape not in ((batch_size, num_tokens), (batch_size, past + num_tokens)):
-            raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}: a padding mask of the shape "
-                f"{(batch_size, num_tokens)}, or with the cached tokens {(batch_size, past + num_tokens)}, is needed"
-            )
         attention_mask = attention_mask[:, -num_tokens:]
     document_ids = find_documents(num_tokens, attention_mask, position_ids, document_ids, past, flattened)
     if document_ids is None and cache is not None:
