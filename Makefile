@@ -14,6 +14,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+demo: $(READY)  ## train TAPE and RoPE on addition, compare them on one page
+	@$(MAKE) --no-print-directory -j 2 runs/demo/tape/results.jsonl runs/demo/rope/results.jsonl
+	$(BIN)/tape report runs/demo/tape runs/demo/rope --output runs/demo/report.html
+
+# One thread each: the two runs share the machine side by side. An interrupted run goes on where it stopped.
+runs/demo/%/results.jsonl: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/tape train configs/demo.yaml --model.encoding $* --output_dir runs/demo/$* --resume
+	OMP_NUM_THREADS=1 $(BIN)/tape evaluate runs/demo/$*
+
 test: $(READY)  ## run the whole test suite on two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -81,7 +81,7 @@ class LayerEncoding(nn.Module):
         """
         return state
 
-    def init_weights(self) -> None:
+    def init_own_weights(self) -> None:
         """Sets the layer's own parameters (not those of its submodules) to their start values."""
 
 
@@ -113,6 +113,9 @@ class Encoding(nn.Module):
     def embed(self, position_ids: Tensor) -> Tensor | None:
         """What is added to the token embeddings, `[B | 1, N, hidden_size]`, or `None`."""
         return None
+
+    def init_own_weights(self) -> None:
+        """Sets the encoding's own parameters (not those of its submodules) to their start values."""
 
     def start(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """The state that layer 0 reads, `[B | 1, 1, N, Ds]`, computed in fp32 or wider; or `None`.

@@ -46,7 +46,7 @@ class RopeLayer(LayerEncoding):
 class Rope(Encoding):
     """RoPE with the frequency rules of `tape_pe.ops.inverse_frequencies`."""
 
-    options_class = RopeOptions
+    options_class: ClassVar[type[EncodingOptions]] = RopeOptions
     layer_class: ClassVar[type[LayerEncoding]] = RopeLayer
 
     @classmethod

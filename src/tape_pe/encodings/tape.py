@@ -81,9 +81,9 @@ class TapeLayer(RopeLayer):
             self.gate_proj = nn.Linear(sizes.hidden_size, size, bias=False)
             self.up = nn.Parameter(torch.empty(size, kv_heads))
             self.down = nn.Parameter(torch.empty(kv_heads, size))
-        self.init_weights()
+        self.init_own_weights()
 
-    def init_weights(self) -> None:
+    def init_own_weights(self) -> None:
         """W_mix and W_up are zero, so that the layer changes nothing; W_down is random, so that W_up can learn."""
         if self.mix is not None:
             init.zeros_(self.mix)

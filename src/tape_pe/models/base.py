@@ -28,7 +28,7 @@ class TapeLMPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, (Encoding, LayerEncoding)):
-            module.init_weights()
+            module.init_own_weights()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

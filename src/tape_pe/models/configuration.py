@@ -51,8 +51,8 @@ class TapeLMConfig(PreTrainedConfig):
         bos_token_id: id of the first token.
         eos_token_id: id (or ids) of the last token.
         tie_word_embeddings: whether the head shares the weights of the embedding.
-        rope_parameters: base and frequency rule as in transformers 5: `{"rope_type": "default", "rope_theta": 10000.0}`,
-            see `tape_pe.ops.inverse_frequencies`.
+        rope_parameters: base and frequency rule as in transformers 5: `{"rope_type": "default",
+            "rope_theta": 10000.0}`, see `tape_pe.ops.inverse_frequencies`.
         encoding: name of a positional encoding, see `tape_pe.encodings.ENCODINGS`.
         encoding_options: options of that encoding, for example `{"position_size": 48}` for `"tape"`.
 
@@ -92,7 +92,9 @@ class TapeLMConfig(PreTrainedConfig):
             raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r}: not a key of TapeLMConfig, which has {fields}")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads > 0:
+        if self.num_attention_heads < 1:
+            raise ValueError(f"num_attention_heads={self.num_attention_heads}: at least 1 is needed")
+        if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size={self.hidden_size}: not a multiple of num_attention_heads="
@@ -103,36 +105,39 @@ class TapeLMConfig(PreTrainedConfig):
             self.rope_parameters = dict(self.rope_parameters)  # the caller's dictionary stays as it is
         self.encoding_options = dict(self.encoding_options or {})
         super().__post_init__(**kwargs)
-        if self.rope_parameters.get("rope_type") == "dynamic":
+        if self.rope_parameters and self.rope_parameters.get("rope_type") == "dynamic":
             self.rope_parameters.setdefault("original_max_position_embeddings", self.max_position_embeddings)
         self._check()
 
     def _check(self) -> None:
+        sizes = self.encoding_sizes()
         for name in (
             "vocab_size",
             "hidden_size",
             "intermediate_size",
             "num_hidden_layers",
-            "num_attention_heads",
             "num_key_value_heads",
             "head_dim",
             "max_position_embeddings",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
-        if self.num_attention_heads % self.num_key_value_heads:
+        if sizes.num_attention_heads % sizes.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads="
                 f"{self.num_attention_heads}"
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r}: known activations are {', '.join(ACT2FN)}")
-        check_scaling(self.rope_parameters)
-        encoding = get_encoding(self.encoding)
-        encoding.check(self.encoding_sizes(), self.parsed_encoding_options())
+        check_scaling(sizes.rope_parameters)
+        get_encoding(self.encoding).check(sizes, self.parsed_encoding_options())
 
     def encoding_sizes(self) -> EncodingSizes:
         """The sizes that encodings depend on."""
+        # `__post_init__` has filled these in.
+        assert self.num_key_value_heads is not None
+        assert self.head_dim is not None
+        assert self.rope_parameters is not None
         return EncodingSizes(
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
@@ -146,4 +151,4 @@ class TapeLMConfig(PreTrainedConfig):
 
     def parsed_encoding_options(self) -> EncodingOptions:
         """`encoding_options`, checked."""
-        return get_encoding(self.encoding).options_class.from_dict(self.encoding, self.encoding_options)
+        return get_encoding(self.encoding).options_class.from_dict(self.encoding, self.encoding_options or {})

@@ -1,7 +1,7 @@
 """The decoder: tokens and position states pass through the layers side by side.
 
-It is a Llama-style pre-norm decoder that knows no positional encoding by name: `tape_pe.encodings` says what is added to
-the embeddings, which state the first layer reads, how a layer applies it to queries and keys, and how it updates it.
+It is a Llama-style pre-norm decoder that knows no positional encoding by name: `tape_pe.encodings` says what is added
+to the embeddings, which state the first layer reads, how a layer applies it to queries and keys, and how it updates it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import ModelOutput, can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
 
 from tape_pe.encodings import get_encoding
 from tape_pe.models.base import TapeLMPreTrainedModel
@@ -35,8 +34,8 @@ class TapeModelOutput(ModelOutput):
     Attributes:
         last_hidden_state: `[B, N, hidden_size]`, after the final norm.
         cache: with `use_cache`, the cache with the new tokens added.
-        hidden_states: with `output_hidden_states`, the embeddings and every layer's output (the last one after the final
-            norm), each `[B, N, hidden_size]`.
+        hidden_states: with `output_hidden_states`, the embeddings and every layer's output (the last one after the
+            final norm), each `[B, N, hidden_size]`.
         attentions: with `output_attentions`, every layer's attention weights `[B, H, N, Nk]`. Rows sum to 1; rows of
             padding, which see nothing, are 0.
         position_states: with `output_position_states`, the state that each layer reads, the start state first,
@@ -78,14 +77,18 @@ class LayerResult(NamedTuple):
 class SelfAttention(nn.Module):
     """Causal grouped-query attention that averages values, and states where the encoding wants it."""
 
+    averages_state: bool = False
+
     def __init__(self, config: TapeLMConfig, layer_idx: int) -> None:
         super().__init__()
+        sizes = config.encoding_sizes()
+        heads, kv_heads, head_dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, config.hidden_size, bias=False)
 
     def forward(
         self,
@@ -111,8 +114,6 @@ class SelfAttention(nn.Module):
         output, averaged = positional_attention(query, key, value, averaged, segment_ids=segment_ids)
         weights = attention_weights(query, key, segment_ids=segment_ids) if output_attentions else None
         return self.o_proj(output.transpose(1, 2).flatten(2)), averaged, weights
-
-    averages_state: bool = False
 
 
 class GatedMLP(nn.Module):
@@ -175,7 +176,6 @@ class TapeLMModel(TapeLMPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
     @can_return_tuple
     def forward(
         self,
@@ -200,7 +200,12 @@ class TapeLMModel(TapeLMPreTrainedModel):
             raise ValueError(
                 f"cache={type(cache).__name__}: a TapeCache is needed, which holds position states as well"
             )
-        if use_cache and cache is None:
+        learning = self.training and torch.is_grad_enabled()
+        if cache is not None and learning and self.gradient_checkpointing:
+            raise ValueError("cache: activation checkpointing runs layers twice, which would add their tokens twice")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not learning
+        if use_cache and cache is None and not (learning and self.gradient_checkpointing):
             cache = TapeCache()
         layout = resolve_layout(
             inputs_embeds.shape[:2], inputs_embeds.device, attention_mask, position_ids, document_ids, cache, kwargs
@@ -238,7 +243,7 @@ class TapeLMModel(TapeLMPreTrainedModel):
             )
             all_weights.append(weights)
         hidden_states = self.norm(hidden_states)
-        batch, kv_heads = hidden_states.shape[0], self.config.num_key_value_heads
+        batch, kv_heads = hidden_states.shape[0], self.config.encoding_sizes().num_key_value_heads
         return TapeModelOutput(
             last_hidden_state=hidden_states,
             cache=cache,
@@ -287,8 +292,8 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: `[B, N]` token ids.
-            attention_mask: `[B, N]` or, with a cache, `[B, past + N]`; non-zero where a token is real. Padding may stand
-                left or right. The cache remembers the padding of its own tokens.
+            attention_mask: `[B, N]` or, with a cache, `[B, past + N]`; non-zero where a token is real. Padding may
+                stand left or right. The cache remembers the padding of its own tokens.
             position_ids: `[B, N]` or `[1, N]`, consumed once, where the start state is built. By default real tokens
                 count from 0 in each row and each document, cached ones included.
             document_ids: `[B, N]` integers >= 0, for packed rows: tokens see only their own document. Batches of
@@ -297,7 +302,7 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
             inputs_embeds: `[B, N, hidden_size]` instead of `input_ids`.
             labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. The first token of a
                 document is never predicted from the document before it.
-            use_cache: whether to return a cache; default `config.use_cache`.
+            use_cache: whether to return a cache; default `config.use_cache`, and never in training.
             output_hidden_states: see `TapeModelOutput`.
             output_attentions: see `TapeModelOutput`; costs an N x N matrix per head and layer, changes no logits.
             output_position_states: see `TapeModelOutput`.

@@ -24,10 +24,10 @@ def inverse_frequencies(
     Args:
         head_dim: D, even.
         theta: the base.
-        scaling: a frequency rule in the form of Hugging Face's `rope_parameters`:
-            `{"rope_type": "linear", "factor": f}` divides positions by f;
-            `{"rope_type": "dynamic", "factor": f, "original_max_position_embeddings": L}` raises the base to
-            `theta * (f * N / L - (f - 1))^(D / (D - 2))` once the length N exceeds L; `None` or `"default"`: none.
+        scaling: a frequency rule in the form of Hugging Face's `rope_parameters`. `{"rope_type": "linear",
+            "factor": f}` divides positions by f. `{"rope_type": "dynamic", "factor": f,
+            "original_max_position_embeddings": L}` raises the base to `theta * (f N / L - (f - 1))^(D / (D - 2))` once
+            the length N exceeds L. `None` or `"default"`: none.
         position_ids: for `"dynamic"` alone: N is their maximum plus one.
         device: device of the result.
 

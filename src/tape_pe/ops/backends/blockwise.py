@@ -147,7 +147,7 @@ class _Problem:
 
 
 def _token_major(like: Tensor, batch: int, heads: int, tokens: int, channels: int) -> Tensor:
-    """An empty `[B, heads, N, C]` whose memory is `[B, N, heads, C]`, so that projections read it without a copy."""
+    """An empty `[B, heads, N, C]` whose memory is `[B, N, heads, C]`: projections read it without a copy."""
     return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
 
 

@@ -1,0 +1,173 @@
+"""Reads checkpoints of the released research code (VITA-Group/TAPE) into this library's decoder.
+
+Only shapes, names and equations of that code are used here; they are recorded with its outputs in `tests/data/parity`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tape_pe.models.configuration import TapeLMConfig
+from tape_pe.models.decoder import TapeLMForCausalLM
+
+# rpe_type of the released configs -> encoding and its fixed options.
+_TAPE = {"head_mixing": "diagonal", "gate_input": "mlp_output"}
+ENCODING_OF_RPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "adape": ("tape", _TAPE),
+    "adamlp": ("tape", {**_TAPE, "update_attention": False}),
+    "adattention": ("tape", {**_TAPE, "update_mlp": False}),
+    "rope": ("rope", {}),
+    "nope": ("nope", {}),
+}
+_FREQUENCY_RULES = ("linear", "dynamic")
+# Released names of the position parameters -> ours, within a layer.
+_LAYER_NAMES = {
+    "pe.x_proj.weight": "encoding.gate_proj.weight",
+    "pe.up_proj.weight": "encoding.up",
+    "pe.down_proj.weight": "encoding.down",
+    "post_attention_linear.weight": "encoding.mix",
+}
+
+
+def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> TapeLMForCausalLM:
+    """Builds a decoder that computes what the released code computes.
+
+    Args:
+        config: the released model's `config.json`, with its `rpe_type`.
+        state_dict: its weights.
+
+    Returns:
+        The model, in evaluation mode, in the dtype of the weights.
+
+    Raises:
+        ValueError: an `rpe_type` or frequency rule that is not read, a missing key of the config, or weights that are
+            missing, unexpected, misshapen or not finite. The message names them.
+    """
+    converted_config = _convert_config(config)
+    model = TapeLMForCausalLM(converted_config).to(state_dict["model.norm.weight"].dtype)
+    weights = _convert_weights(state_dict, converted_config)
+    expected = dict(model.named_parameters())
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    for problem, names in (
+        ("missing", expected.keys() - weights.keys()),
+        ("unexpected", weights.keys() - expected.keys()),
+        ("misshapen", {name for name in expected.keys() & weights if expected[name].shape != weights[name].shape}),
+        ("not finite", {name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())}),
+    ):
+        if names:
+            raise ValueError(f"state_dict: {problem} weights (under their new names): {sorted(names)}")
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model.eval()
+
+
+def _convert_config(config: Mapping[str, Any]) -> TapeLMConfig:
+    rpe_type = config.get("rpe_type")
+    if rpe_type not in ENCODING_OF_RPE_TYPE:
+        raise ValueError(f"rpe_type={rpe_type!r}: those that are read are {', '.join(ENCODING_OF_RPE_TYPE)}")
+    encoding, options = ENCODING_OF_RPE_TYPE[rpe_type]
+    options = dict(options)
+    if encoding == "tape" and options.get("update_mlp", True):
+        options["position_size"] = _required(config, "position_size")
+    if encoding == "rope" and config.get("log_scale"):
+        options["log_scale"] = _required(config, "train_scale")
+    rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
+    if scaling := config.get("rope_scaling"):
+        if scaling.get("type") not in _FREQUENCY_RULES:
+            allowed = ", ".join(_FREQUENCY_RULES)
+            raise ValueError(f"rope_scaling.type={scaling.get('type')!r}: those that are read are {allowed}")
+        rope_parameters |= {"rope_type": scaling["type"], "factor": _required(scaling, "factor")}
+    optional = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range")
+    return TapeLMConfig(
+        encoding=encoding,
+        encoding_options=options,
+        rope_parameters=rope_parameters,
+        **{
+            name: _required(config, name)
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "hidden_act",
+                "max_position_embeddings",
+                "rms_norm_eps",
+            )
+        },
+        **{name: config[name] for name in optional if name in config},
+    )
+
+
+def _required(config: Mapping[str, Any], name: str) -> Any:
+    if name not in config:
+        raise ValueError(f"{name}: missing in the released config")
+    return config[name]
+
+
+def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> dict[str, Tensor]:
+    """Renames weights; drops stored frequencies, and the last layer's position weights, whose result nobody reads."""
+    last_layer = f"model.layers.{config.num_hidden_layers - 1}."
+    weights = {}
+    for name, weight in state_dict.items():
+        if name.endswith("inv_freq"):
+            continue
+        layer, inner = _split_layer(name)
+        if inner in _LAYER_NAMES:
+            if layer == last_layer:
+                continue
+            inner = _LAYER_NAMES[inner]
+        if inner == "encoding.mix":
+            # The released layer multiplies head h by sum_e P[h, e]: one scale per head.
+            weight = weight.sum(dim=1, keepdim=True)
+        weights[layer + inner] = weight.detach().clone()
+    return weights
+
+
+def _split_layer(name: str) -> tuple[str, str]:
+    """`"model.layers.3.mlp.up_proj.weight"` -> `("model.layers.3.", "mlp.up_proj.weight")`."""
+    if not name.startswith("model.layers."):
+        return "", name
+    index = name.split(".", 3)[2]
+    prefix = f"model.layers.{index}."
+    return prefix, name.removeprefix(prefix)
+
+
+def import_official(checkpoint_dir: str | Path, out_dir: str | Path) -> TapeLMForCausalLM:
+    """Converts a checkpoint folder of the released code into one that `AutoModelForCausalLM` loads.
+
+    Args:
+        checkpoint_dir: holds `config.json`, and `*.safetensors` or `pytorch_model*.bin` (read with
+            `weights_only=True`).
+        out_dir: where the converted model goes.
+
+    Raises:
+        FileNotFoundError: no config or no weights in `checkpoint_dir`.
+        ValueError: see `load_official`.
+    """
+    checkpoint_dir = Path(checkpoint_dir)
+    config_file = checkpoint_dir / "config.json"
+    if not config_file.is_file():
+        raise FileNotFoundError(f"checkpoint_dir={str(checkpoint_dir)!r}: holds no config.json")
+    state_dict: dict[str, Tensor] = {}
+    if safetensors := sorted(checkpoint_dir.glob("*.safetensors")):
+        for path in safetensors:
+            state_dict |= load_file(path)
+    else:
+        for path in sorted(checkpoint_dir.glob("pytorch_model*.bin")):
+            state_dict |= torch.load(path, map_location="cpu", weights_only=True)
+    if not state_dict:
+        raise FileNotFoundError(
+            f"checkpoint_dir={str(checkpoint_dir)!r}: holds neither *.safetensors nor *.bin weights"
+        )
+    model = load_official(json.loads(config_file.read_text(encoding="utf-8")), state_dict)
+    model.save_pretrained(out_dir)
+    return model

@@ -1,0 +1,184 @@
+"""Agreement with the outputs of the released code, recorded in `tests/data/parity` (see the README there)."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tape_pe.models.official import import_official, load_official
+
+DATA = Path(__file__).parents[1] / "data" / "parity"
+READ = ("adape", "adape_mid", "adamlp", "rope", "rope_linear", "nope")
+WITH_STATE = ("adape", "adape_mid", "adamlp")
+
+
+def released(name: str) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
+    """Config, weights and everything recorded of a released model."""
+    config = json.loads((DATA / f"{name}.config.json").read_text())
+    recorded = load_file(DATA / f"{name}.safetensors")
+    weights = {key.removeprefix("weights/"): value for key, value in recorded.items() if key.startswith("weights/")}
+    return config, weights, recorded
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_logits_and_hidden_states(name):
+    config, weights, recorded = released(name)
+    with torch.no_grad():
+        outputs = load_official(config, weights)(recorded["input_ids"], output_hidden_states=True)
+    assert relative_error(outputs.logits, recorded["logits"]) < 1e-5
+    assert relative_error(outputs.hidden_states[0], recorded["input/hidden"]) < 1e-5
+    for layer in range(config["num_hidden_layers"] - 1):  # the last one is recorded before the final norm
+        assert relative_error(outputs.hidden_states[layer + 1], recorded[f"layer{layer}/hidden"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_states(name):
+    config, weights, recorded = released(name)
+    half = config["hidden_size"] // config["num_attention_heads"] // 2
+    with torch.no_grad():
+        states = load_official(config, weights)(recorded["input_ids"], output_position_states=True).position_states
+    places = ["input", *(f"layer{layer}" for layer in range(config["num_hidden_layers"] - 1))]
+    assert len(states) == len(places)
+    for state, place in zip(states, places, strict=True):
+        for part, component in zip(state.chunk(2, dim=-1), ("cos", "sin"), strict=True):
+            expected = recorded[f"{place}/position_{component}"]
+            assert torch.equal(expected[..., :half], expected[..., half:])  # both halves are the same in this form
+            assert relative_error(part, expected[..., :half]) < 1e-5, (place, component)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_gradients(name):
+    config, weights, recorded = released(name)
+    model = load_official(config, weights)
+    loss = model(recorded["input_ids"]).logits.square().mean()
+    assert loss.item() == pytest.approx(recorded["loss"].item(), rel=1e-5)
+    loss.backward()
+    last = config["num_hidden_layers"] - 1
+    names = {"gate_proj.weight": "pe.x_proj.weight", "up": "pe.up_proj.weight", "down": "pe.down_proj.weight"}
+    compared = set()
+    for parameter_name, parameter in model.named_parameters():
+        released_name = parameter_name
+        prefix, _, inner = parameter_name.partition(".encoding.")
+        if inner in names:
+            released_name = f"{prefix}.{names[inner]}"
+        elif inner == "mix":
+            released_name = f"{prefix}.post_attention_linear.weight"
+        expected = recorded[f"grads/{released_name}"]
+        if inner == "mix":
+            # The released layer reads the sum of each row: all entries of a row have the gradient of the sum.
+            expected = expected[:, :1]
+        assert relative_error(parameter.grad, expected) < 1e-4, parameter_name
+        compared.add(released_name)
+    recorded_names = {key.removeprefix("grads/") for key in recorded if key.startswith("grads/")}
+    assert {key for key in recorded_names - compared if "inv_freq" not in key and f".{last}." not in key} == set()
+
+
+def test_adattention_is_adape_without_the_position_mlp():
+    config, weights, recorded = released("adape_mid")
+    full = load_official(config, weights)
+    attention_only = load_official(
+        config | {"rpe_type": "adattention"}, {key: value for key, value in weights.items() if ".pe." not in key}
+    )
+    for layer in full.model.layers[:-1]:
+        torch.nn.init.zeros_(layer.encoding.up)
+    with torch.no_grad():
+        difference = full(recorded["input_ids"]).logits - attention_only(recorded["input_ids"]).logits
+        change = attention_only(recorded["input_ids"]).logits - recorded["logits"]
+    assert difference.abs().max() < 1e-6
+    assert change.abs().max() > 1e-3
+
+
+def test_dynamic_raises_the_base_beyond_the_trained_length():
+    config, weights, _ = released("rope")
+    factor, trained = 4.0, 8
+    config |= {"rope_scaling": {"type": "dynamic", "factor": factor}, "max_position_embeddings": trained}
+    model = load_official(config, weights)
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    for length in (6, 24, 6):  # short, long, short: what came before changes nothing
+        ids = torch.arange(length)[None] % config["vocab_size"]
+        state = model(ids, output_position_states=True).position_states[0][0, 0]
+        base = 10000.0
+        if length > trained:
+            base *= (factor * length / trained - (factor - 1)) ** (head_dim / (head_dim - 2))
+        for pair in range(head_dim // 2):
+            phase = (length - 1) * base ** (-2 * pair / head_dim)
+            assert state[-1, pair].item() == pytest.approx(math.cos(phase), abs=1e-6)
+            assert state[-1, pair + head_dim // 2].item() == pytest.approx(math.sin(phase), abs=1e-6)
+
+
+def test_log_scale_multiplies_queries():
+    config, weights, _ = released("rope")
+    config |= {"log_scale": True, "train_scale": 128}
+    model = load_official(config, weights)
+    layer = model.model.layers[0]
+    positions = torch.arange(24)[None]
+    query, key = torch.randn(1, 4, 24, 8), torch.randn(1, 4, 24, 8)
+    state = model.model.encoding.start(positions)
+    plain = load_official(config | {"log_scale": False}, weights)
+    plain_query, plain_key = plain.model.layers[0].encoding.rotate(query, key, plain.model.encoding.start(positions))
+    scaled_query, scaled_key = layer.encoding.rotate(query, key, state)
+    factor = torch.log(torch.arange(24) + 1.0) / math.log(128)
+    torch.testing.assert_close(scaled_query, plain_query * factor[:, None])
+    torch.testing.assert_close(scaled_key, plain_key)
+
+
+def test_import_writes_a_model_that_auto_classes_load(tmp_path):
+    config, weights, recorded = released("adape")
+    source = tmp_path / "released"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_file(weights, source / "model.safetensors")
+    import_official(source, tmp_path / "converted")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert type(model).__name__ == "TapeLMForCausalLM"
+    assert relative_error(model(recorded["input_ids"]).logits, recorded["logits"]) < 1e-5
+
+
+def test_import_reads_torch_files_without_unpickling_code(tmp_path):
+    config, weights, recorded = released("adape")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    model = import_official(tmp_path, tmp_path / "converted")
+    assert relative_error(model(recorded["input_ids"]).logits, recorded["logits"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rpe_type": "adalibi"}, "rpe_type='adalibi'"),
+        ({"rpe_type": None}, "rpe_type=None"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope_scaling.type='spiral'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor: missing"),
+        ({"num_hidden_layers": 4}, "missing weights"),
+        ({"num_hidden_layers": 2}, "unexpected weights"),
+        ({"vocab_size": 32}, "misshapen weights"),
+    ],
+)
+def test_bad_checkpoints_are_refused(change, message):
+    config, weights, _ = released("adape")
+    with pytest.raises(ValueError, match=message):
+        load_official(config | change, weights)
+
+
+def test_missing_keys_and_nan_are_refused(tmp_path):
+    config, weights, _ = released("adape")
+    without = {key: value for key, value in config.items() if key != "hidden_size"}
+    with pytest.raises(ValueError, match="hidden_size: missing"):
+        load_official(without, weights)
+    weights["model.norm.weight"] = weights["model.norm.weight"] * torch.nan
+    with pytest.raises(ValueError, match=r"not finite.*model\.norm\.weight"):
+        load_official(config, weights)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        import_official(tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FileNotFoundError, match="weights"):
+        import_official(tmp_path, tmp_path / "out")
