@@ -1,0 +1,300 @@
+"""The `tape` command. Options are those of the dataclasses in `tape_pe.options` and `tape_pe.tasks`.
+
+Exit codes: 0 done, 1 the work failed, 2 the input was refused (before any work), 130 interrupted.
+Libraries are imported inside the commands that need them, so that `tape --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from tape_pe import __version__
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class UsageError(Exception):
+    """The command line or a file named on it cannot be used; the message says what is wrong with what."""
+
+
+class Command(NamedTuple):
+    """One command: its help line, the function that adds its arguments, and the function that runs it."""
+
+    help: str
+    add_arguments: Callable[[ArgumentParser, list[str]], None]
+    run: Callable[[Namespace], int]
+
+
+# --- train ---------------------------------------------------------------------------------------------------------
+
+
+def _train_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
+    from transformers import TrainingArguments
+
+    from tape_pe.options import HIDDEN_TRAINING_FIELDS, ModelOptions
+    from tape_pe.tasks import TASKS
+
+    task = _task_name(arguments)
+    if task not in TASKS:
+        raise UsageError(f"task.name is {task!r}; it must be one of {sorted(TASKS)}")
+    parser.add_argument("--config", action="config", help="YAML file of options; `tape train FILE` is the short form.")
+    parser.add_argument("--output_dir", type=str, help="The run folder; default: runs/NAME for NAME.yaml.")
+    parser.add_argument("--resume", action="store_true", help="Go on from the run folder's last checkpoint.")
+    parser.add_argument("--checkpoint", type=str, help="With --resume: go on from this checkpoint folder instead.")
+    parser.add_argument("--overwrite", action="store_true", help="Delete an earlier run in the same folder first.")
+    parser.add_class_arguments(ModelOptions, "model")
+    parser.add_class_arguments(TASKS[task], "task")
+    parser.add_argument("--task.name", type=str, default=task, help=f"One of {', '.join(sorted(TASKS))}.")
+    parser.add_class_arguments(TrainingArguments, "training", skip=set(HIDDEN_TRAINING_FIELDS))
+
+
+def _task_name(arguments: list[str]) -> str:
+    """The task decides which options there are, so it is looked up before they are parsed."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--task.name"):
+            return argument.partition("=")[2] or next(iter(arguments[index + 1 :]), "")
+    path = _config_file(arguments)
+    task = _read_yaml(path).get("task") if path else None
+    return str(task.get("name", "addition")) if isinstance(task, dict) else "addition"
+
+
+def _config_file(arguments: list[str]) -> Path | None:
+    """The file behind `--config`."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--config"):
+            return Path(argument.partition("=")[2] or next(iter(arguments[index + 1 :]), ""))
+    return None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file; the configuration must be a YAML file or a run folder")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} does not hold options; it must hold the sections model, task and training")
+    return values
+
+
+def _expand_config(arguments: list[str]) -> list[str]:
+    """Turns `CONFIG.yaml ...` and `RUN ...` into the flags that they stand for."""
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    path, rest = Path(arguments[0]), arguments[1:]
+    if path.is_dir():
+        from tape_pe.options import CONFIG_FILE
+
+        return ["--config", str(path / CONFIG_FILE), "--output_dir", str(path), *rest]
+    default = [] if _read_yaml(path).get("output_dir") else ["--output_dir", str(Path("runs") / path.stem)]
+    return ["--config", str(path), *default, *rest]
+
+
+def _train(namespace: Namespace) -> int:
+    from tape_pe.options import RunOptions
+    from tape_pe.train import TrainingInterruptedError, check_run, train
+
+    values = namespace.as_dict()
+    sections = {name: values[name] for name in ("output_dir", "model", "task", "training")}
+    options = _refusing(RunOptions.from_sections, sections)
+    if namespace.checkpoint and not namespace.resume:
+        raise UsageError(f"checkpoint is {namespace.checkpoint}; it needs --resume")
+    how = {"resume": namespace.checkpoint or namespace.resume, "overwrite": namespace.overwrite}
+    _refusing(check_run, options, **how)
+    _quiet_loading()
+    try:
+        run = train(options, **how)
+    except TrainingInterruptedError as interruption:
+        print(f"\nInterrupted: {interruption}\nGo on with: tape train {options.output_dir} --resume", file=sys.stderr)
+        return 130
+    print(f"Trained: {run}\nNext: tape evaluate {run}")
+    return 0
+
+
+# --- evaluate, generate, report ------------------------------------------------------------------------------------
+
+
+def _evaluate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
+    from tape_pe.options import load_options
+
+    parser.add_argument("run", type=str, help="The run folder.")
+    parser.add_argument("--batch_size", type=int, default=256, help="Prompts decoded together.")
+    parser.add_argument("--device", type=str, help="Where to run, such as cpu or cuda; default: the GPU if any.")
+    if arguments and not arguments[0].startswith("-"):
+        task = _refusing(load_options, Path(arguments[0])).task
+        hidden = {f.name for f in fields(task)} - set(task.evaluation_options)
+        parser.add_class_arguments(type(task), "task", skip=hidden)
+        parser.set_defaults({f"task.{name}": getattr(task, name) for name in task.evaluation_options})
+
+
+def _evaluate(namespace: Namespace) -> int:
+    from tape_pe.evaluate import check_evaluation, evaluate
+
+    run = Path(namespace.run)
+    how = {"task_options": namespace.task.as_dict(), "batch_size": namespace.batch_size, "device": namespace.device}
+    _refusing(check_evaluation, run, **how)
+    _quiet_loading()
+    result = evaluate(run, **how)
+    for name, value in result.metrics.items():
+        if not isinstance(value, (list, dict)):
+            print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+    print(f"Evaluated in {result.eval_seconds:.1f} s; appended to {run / 'results.jsonl'}")
+    return 0
+
+
+def _generate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
+    parser.add_argument("run", type=str, help="The run folder.")
+    parser.add_argument("prompt", type=str, help="A question of the run's task, such as '123+45='.")
+    parser.add_argument("--device", type=str, help="Where to run, such as cpu or cuda; default: the GPU if any.")
+
+
+def _generate(namespace: Namespace) -> int:
+    from tape_pe.evaluate import load_run
+
+    _quiet_loading()
+    options, model, tokenizer, _ = _refusing(load_run, Path(namespace.run), namespace.device)
+    print(_refusing(options.task.answer, model, tokenizer, namespace.prompt))
+    return 0
+
+
+def _report_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
+    parser.add_argument("runs", type=str, nargs="+", help="Run folders that have been evaluated.")
+    parser.add_argument("--output", type=str, default="report.html", help="The file to write.")
+
+
+def _report(namespace: Namespace) -> int:
+    from tape_pe.report import write_report
+
+    print(_refusing(write_report, [Path(run) for run in namespace.runs], Path(namespace.output)))
+    return 0
+
+
+# --- info, import-official -----------------------------------------------------------------------------------------
+
+
+def _no_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
+    pass
+
+
+def _info(namespace: Namespace) -> int:
+    import torch
+
+    from tape_pe.ops.backends import describe_backends
+    from tape_pe.results import library_versions
+
+    for name, version in library_versions().items():
+        print(f"{name}: {version}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}")
+    print(f"threads: {torch.get_num_threads()}")
+    for name, available, reason, chosen in describe_backends(device):
+        state = "chosen" if chosen else "available" if available else "unavailable"
+        print(f"backend {name}: {state} ({reason})")
+    return 0
+
+
+def _import_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
+    parser.add_argument("checkpoint_dir", type=str, help="Folder of a released checkpoint.")
+    parser.add_argument("out_dir", type=str, help="Folder to write the model to.")
+
+
+def _import_official(namespace: Namespace) -> int:
+    from tape_pe.models.official import import_official
+
+    _refusing(import_official, Path(namespace.checkpoint_dir), Path(namespace.out_dir))
+    print(namespace.out_dir)
+    return 0
+
+
+COMMANDS = {
+    "train": Command("Train a model: tape train CONFIG.yaml [options].", _train_arguments, _train),
+    "evaluate": Command("Score a finished run: tape evaluate RUN [options].", _evaluate_arguments, _evaluate),
+    "generate": Command("Ask a trained model: tape generate RUN '123+45='.", _generate_arguments, _generate),
+    "report": Command("Write a report of evaluated runs.", _report_arguments, _report),
+    "info": Command("Show versions, device, threads and attention backends.", _no_arguments, _info),
+    "import-official": Command("Convert a released checkpoint.", _import_arguments, _import_official),
+}
+
+
+def _refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls `function`; its complaints about input become a `UsageError`."""
+    try:
+        return function(*arguments, **options)
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _quiet_loading() -> None:
+    """Hides the progress bars of reading and writing weights; those of training and scoring stay."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _parser(arguments: list[str]) -> tuple[ArgumentParser, list[str]]:
+    """The parser of everything, and the options of the chosen command.
+
+    Only the chosen command's arguments are looked up, since that takes imports.
+    """
+    parser = ArgumentParser(prog="tape", description="TAPE positional encoding for transformers.", exit_on_error=False)
+    parser.add_argument("--version", action="version", version=f"tape-pe {__version__}")
+    commands = parser.add_subcommands(dest="command")
+    known: list[str] = []
+    for name, command in COMMANDS.items():
+        subparser = ArgumentParser(description=command.help, exit_on_error=False)
+        if arguments[:1] == [name]:
+            command.add_arguments(subparser, arguments[1:])
+            known = list(subparser.get_defaults().keys())
+        commands.add_subcommand(name, subparser, help=command.help)
+    return parser, known
+
+
+def _explain(message: str, known: list[str]) -> str:
+    """One line, with the names that an unknown option may have been meant to be."""
+    message = re.sub(r"\s*\n\s*", " ", message).strip()
+    unknown = re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message)
+    if unknown is None:
+        return message
+    section = unknown[1].rpartition(".")[0]
+    names = [name for name in known if name.startswith(f"{section}.")] if section else []
+    names = names or sorted({name.partition(".")[0] for name in known})
+    if len(names) > 20:
+        names = difflib.get_close_matches(unknown[1], names, n=3, cutoff=0.0)
+        return f"{unknown[1]} is not an option; the nearest ones are {', '.join(names)}"
+    return f"{unknown[1]} is not an option; the options are {', '.join(names)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the `tape` command and returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    known: list[str] = []
+    try:
+        if words[:1] == ["train"]:
+            words[1:] = _expand_config(words[1:])
+        parser, known = _parser(words)
+        namespace = parser.parse_args(words)
+        return COMMANDS[namespace.command].run(namespace[namespace.command])
+    except (UsageError, ArgumentError) as error:
+        print(f"tape: error: {_explain(str(error), known)}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"tape: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tape: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""Synthetic tasks: generators, tokenizers and scorers. A new task is one file and one line of `TASKS`."""
+
+from tape_pe.tasks.addition import Addition
+from tape_pe.tasks.base import Task
+
+TASKS: dict[str, type[Task]] = {"addition": Addition}
+"""Tasks by name. The fields of a task's dataclass are its options."""
+
+
+def make_task(name: str, **options: object) -> Task:
+    """Builds a task from its registered name and its options.
+
+    Raises:
+        ValueError: unknown name, unknown option, or an option's value that the task refuses.
+    """
+    if name not in TASKS:
+        raise ValueError(f"task.name is {name!r}; it must be one of {sorted(TASKS)}")
+    return TASKS[name].from_options(options)
+
+
+__all__ = ["TASKS", "Addition", "Task", "make_task"]

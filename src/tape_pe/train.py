@@ -1,0 +1,329 @@
+"""Training runs on `transformers.Trainer`: seeded, resumable from any checkpoint, safe to interrupt.
+
+A run folder holds `config.yaml` (the resolved options), `checkpoint-*/`, `tensorboard/` where asked for and, when
+training has finished, the model and tokenizer files and `training.json` (what the result line needs).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+
+from tape_pe.files import remove_staging_folders, staging_folder, write_json
+from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
+from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
+from tape_pe.results import git_revision, library_versions
+from tape_pe.tasks.base import RightPaddingCollator
+
+TRAINING_FILE = "training.json"
+PROGRESS_FILE = "progress.json"
+
+FREE_ON_RESUME = frozenset({
+    "max_steps", "save_steps", "save_total_limit", "save_strategy", "report_to", "run_name", "disable_tqdm",
+    "log_level", "logging_first_step", "dataloader_num_workers", "dataloader_pin_memory",
+})  # fmt: skip
+"""`training` options that may differ when a run is resumed: none of them changes a step that both would take."""
+
+
+class TrainingInterruptedError(Exception):
+    """Training was asked to stop by a signal, and saved a checkpoint.
+
+    Attributes:
+        checkpoint: folder of that checkpoint.
+        step: optimizer steps done.
+    """
+
+    def __init__(self, checkpoint: Path, step: int) -> None:
+        super().__init__(f"stopped after step {step}; the state is saved in {checkpoint}")
+        self.checkpoint, self.step = checkpoint, step
+
+
+def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> TapeLMConfig:
+    """The model's configuration.
+
+    Raises:
+        ValueError: an unknown encoding or option, or sizes that do not fit together; the message names the key.
+    """
+    try:
+        return TapeLMConfig(
+            **asdict(options),
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"model: {error}") from error
+
+
+def build_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> TapeLMForCausalLM:
+    """A freshly initialised model; `seed` defines its weights."""
+    config = build_config(options, tokenizer)
+    set_seed(seed)
+    return TapeLMForCausalLM(config)
+
+
+def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False, overwrite: bool = False) -> Path:
+    """Trains a model and returns the run folder.
+
+    SIGINT and SIGTERM end it after the current step, with a checkpoint; a second one ends it at once.
+
+    Args:
+        options: what to train, on what, and how.
+        resume: go on from the run folder's last checkpoint (`True`) or from the one given. Starts from the
+            beginning where there is none yet; does nothing where training has finished.
+        overwrite: delete what the run folder holds of an earlier run.
+
+    Raises:
+        ValueError: options that cannot work; nothing has been written then.
+        FileExistsError: the folder is in use, and neither `resume` nor `overwrite` is set.
+        FileNotFoundError: the checkpoint to resume from does not exist.
+        TrainingInterruptedError: a signal stopped it; resume to go on.
+        FloatingPointError: the loss became infinite or NaN; the message names the step.
+    """
+    checkpoint = check_run(options, resume=resume, overwrite=overwrite)
+    arguments = training_arguments(options)
+    run = Path(options.output_dir)
+    if resume is True and _finished_steps(run) >= arguments.max_steps:
+        return run
+    if overwrite:
+        shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True, exist_ok=True)
+    remove_staging_folders(run)
+    options.save(run)
+
+    tokenizer = options.task.tokenizer()
+    model = build_model(options.model, tokenizer, arguments.seed)
+    size = (
+        arguments.max_steps * arguments.gradient_accumulation_steps * arguments.train_batch_size * arguments.world_size
+    )
+    trainer = RunTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=options.task.training_dataset(arguments.seed, size),
+        data_collator=RightPaddingCollator(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        callbacks=_tensorboard_callbacks(arguments, run),
+    )
+    with StopOnSignal() as stop:
+        trainer.add_callback(stop)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        step = trainer.state.global_step
+        if step < arguments.max_steps:
+            raise TrainingInterruptedError(run / f"{PREFIX_CHECKPOINT_DIR}-{step}", step)
+        if arguments.should_save:
+            summary = options.task.training_summary(arguments.seed, size)
+            _save_final(run, model, tokenizer, {**trainer.progress(), "seed": arguments.seed, "data": summary})
+    return run
+
+
+def check_run(
+    options: RunOptions, *, resume: bool | str | os.PathLike[str] = False, overwrite: bool = False
+) -> Path | None:
+    """Everything that `train` refuses, found out before any work; writes nothing.
+
+    Returns:
+        The checkpoint that training would go on from, if any.
+
+    Raises:
+        ValueError, FileExistsError, FileNotFoundError: see `train`.
+    """
+    training_arguments(options)
+    build_config(options.model, options.task.tokenizer())
+    run = Path(options.output_dir)
+    if resume and overwrite:
+        raise ValueError("resume and overwrite are both set; at most one can be")
+    if run.exists() and not run.is_dir():
+        raise FileExistsError(f"output_dir is {run}, which is a file; it must name a folder")
+    if run.is_dir() and any(run.iterdir()):
+        if not (run / CONFIG_FILE).is_file():
+            raise FileExistsError(f"output_dir is {run}, which holds files that are not a run's; choose another folder")
+        old = load_options(run)
+        if not resume and not overwrite:
+            raise FileExistsError(f"output_dir is {run}, which holds a run already; use --resume or --overwrite")
+        if resume:
+            _check_same_run(old, options)
+    if isinstance(resume, (str, os.PathLike)):
+        if not (Path(resume) / PROGRESS_FILE).is_file():
+            raise FileNotFoundError(f"checkpoint is {resume}, which is not a checkpoint of a run")
+        return Path(resume)
+    found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
+    return Path(found) if found else None
+
+
+def _check_same_run(old: RunOptions, new: RunOptions) -> None:
+    """Raises ValueError where a resumed run would not be the run that was begun."""
+    before, after = old.sections(), new.sections()
+    defaults = {f.name: f.default for f in fields(TrainingArguments)}
+    for sections in (before, after):
+        sections["training"] = {**defaults, **sections["training"]}
+    for section in ("model", "task", "training"):
+        for key in before[section]:
+            was, now = before[section].get(key), after[section].get(key)
+            if was != now and not (section == "training" and key in FREE_ON_RESUME):
+                raise ValueError(f"{section}.{key} is {now!r}; the run to resume has {was!r} in {old.output_dir}")
+
+
+def _finished_steps(run: Path) -> int:
+    """Steps of the finished training in `run`, 0 if it has not finished."""
+    path = run / TRAINING_FILE
+    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.is_file() else 0
+
+
+def _save_final(
+    run: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: dict[str, Any]
+) -> None:
+    """Puts model, tokenizer and `training.json` into the run folder; the latter, written last, means "finished"."""
+    with staging_folder(run) as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        for path in staging.iterdir():
+            os.replace(path, run / path.name)
+    values = {
+        **progress,
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "git_revision": git_revision(),
+        "versions": library_versions(),
+    }
+    write_json(run / TRAINING_FILE, values)
+
+
+def _tensorboard_callbacks(arguments: TrainingArguments, run: Path) -> list[TrainerCallback]:
+    """TensorBoard logs go to the run's own folder, which `TrainingArguments` has no field for."""
+    if "tensorboard" not in arguments.report_to:
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+
+    arguments.report_to = [name for name in arguments.report_to if name != "tensorboard"]
+    return [TensorBoardCallback(SummaryWriter(log_dir=str(run / "tensorboard")))]
+
+
+class RunTrainer(Trainer):
+    """`Trainer` with checkpoints that appear whole, and a loss curve and a clock that survive an interruption.
+
+    Its own log forgets the steps between the last line and the checkpoint; the loss curve does not.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._loss_curve: list[list[float]] = []
+        self._interval_loss, self._interval_steps = 0.0, 0
+        self._seconds_before, self._started = 0.0, 0.0
+        self._staging: Path | None = None
+        self.add_callback(_StepCounter(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """See `Trainer.train`."""
+        if isinstance(resume_from_checkpoint, str):
+            saved = json.loads((Path(resume_from_checkpoint) / PROGRESS_FILE).read_text(encoding="utf-8"))
+            self._loss_curve, self._seconds_before = saved["loss_curve"], saved["train_seconds"]
+            self._interval_loss, self._interval_steps = saved["interval_loss"], saved["interval_steps"]
+        self._started = time.perf_counter()
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def progress(self) -> dict[str, Any]:
+        """`steps`, non-padding `tokens`, `train_seconds` and the `loss_curve` of `[step, mean loss]` so far."""
+        return {
+            "steps": self.state.global_step,
+            "tokens": int(self.state.num_input_tokens_seen),
+            "train_seconds": self._seconds_before + time.perf_counter() - self._started,
+            "loss_curve": self._loss_curve,
+        }
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `Trainer.training_step`; raises FloatingPointError as soon as a loss is not finite."""
+        loss = super().training_step(*args, **kwargs)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the training loss is {value} at step {self.state.global_step + 1}")
+        self._interval_loss += value
+        return loss
+
+    def end_step(self, step: int) -> None:
+        """Counts a step, and adds a point to the loss curve every `logging_steps` and at the last step."""
+        self._interval_steps += 1
+        if step % max(1, int(self.state.logging_steps)) == 0 or step == self.state.max_steps:
+            self._loss_curve.append([step, self._interval_loss / self._interval_steps])
+            self._interval_loss, self._interval_steps = 0.0, 0
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        run = Path(self.args.output_dir)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with staging_folder(run) as self._staging:
+            super()._save_checkpoint(model, trial)
+            interval = {"interval_loss": self._interval_loss, "interval_steps": self._interval_steps}
+            write_json(self._staging / name / PROGRESS_FILE, {**self.progress(), **interval})
+            shutil.rmtree(run / name, ignore_errors=True)
+            os.replace(self._staging / name, run / name)
+        self._staging = None
+        rotate_checkpoints(str(run), self.args.save_total_limit)
+
+
+class _StepCounter(TrainerCallback):
+    """Tells the trainer that an optimizer step is complete, before its checkpoint is written."""
+
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.trainer.end_step(state.global_step)
+
+
+class StopOnSignal(TrainerCallback):
+    """Turns the first SIGINT or SIGTERM into a checkpoint and an orderly stop; a second one acts as usual.
+
+    A context manager: the signals are caught inside it only, and only in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopOnSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Saves and stops if a signal has come."""
+        if self.received is not None:
+            control.should_save = True
+            control.should_training_stop = True
