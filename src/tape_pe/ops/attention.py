@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tape_pe.ops.backends import select_backend
@@ -84,6 +83,8 @@ def _check_shapes(
         raise ValueError(
             f"value has the shape {tuple(value.shape)}: key {tuple(key.shape)} needs the same B, Hkv and N"
         )
+    if num_queries == 0:
+        raise ValueError("query has 0 tokens: at least one is needed")
     if num_queries > num_keys:
         raise ValueError(f"query has {num_queries} tokens: more than the {num_keys} of key, of which they are the last")
     if not query.dtype == key.dtype == value.dtype:
@@ -102,9 +103,15 @@ def _check_shapes(
             f"integers of the shape {(batch, num_keys)} are needed"
         )
     if bias is not None:
-        try:
-            torch.broadcast_shapes(bias.shape, (batch, heads, num_queries, num_keys))
-        except RuntimeError as error:
-            raise ValueError(
-                f"bias has the shape {tuple(bias.shape)}: not broadcastable to {(batch, heads, num_queries, num_keys)}"
-            ) from error
+        _check_bias(bias, (batch, heads, num_queries, num_keys))
+
+
+def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
+    """Only growing to `shape` is broadcasting here: a larger bias must not make the result larger."""
+    fits = bias.ndim <= len(shape) and all(
+        n in (1, full) for n, full in zip(reversed(bias.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"bias has the shape {tuple(bias.shape)}: not broadcastable to {shape}")
+    if not bias.dtype.is_floating_point:
+        raise ValueError(f"bias has the dtype {bias.dtype}: it is added to the scores and must be floating point")

@@ -48,6 +48,8 @@ def inverse_frequencies(
     if rule == "dynamic":
         if position_ids is None:
             raise ValueError("position_ids=None: the dynamic rule depends on the length and needs them")
+        if head_dim == 2:
+            raise ValueError("head_dim=2: the dynamic rule raises the base, which a single frequency does not have")
         length = scaling["original_max_position_embeddings"]
         factor = scaling["factor"]
         ratio = (position_ids.max().to(dtype) + 1) / length

@@ -74,22 +74,26 @@ class _Problem:
         return tensor.unflatten(1, (self.kv_heads, self.groups))
 
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
-        """Batch rows and key/value heads to take together: whole batch rows where several fit the buffer."""
-        fit = max(1, CHUNK_ELEMENTS // (self.groups * self.num_queries * self.num_keys))
-        heads = min(fit, self.kv_heads)
-        rows = min(fit // self.kv_heads, self.batch) or 1
+        """Batch rows and key/value heads to take together: as many as fit the buffer, if possible without a copy."""
+        fit = max(1, CHUNK_ELEMENTS // max(1, self.groups * self.num_queries * self.num_keys))
+        if fit >= self.batch * self.kv_heads or self.key.stride(0) == self.kv_heads * self.key.stride(1):
+            heads, rows = min(fit, self.kv_heads), max(1, min(fit // self.kv_heads, self.batch))
+        elif self.batch < self.kv_heads:  # token-major: one axis alone is a view
+            heads, rows = min(fit, self.kv_heads), 1
+        else:
+            heads, rows = 1, min(fit, self.batch)
         for b in range(0, self.batch, rows):
             for h in range(0, self.kv_heads, heads):
                 yield slice(b, b + rows), slice(h, h + heads)
 
     def blocks(self, batch: slice, heads: slice) -> Iterator[_Block]:
-        """Chunks of query rows of a rectangle."""
-        rows = CHUNK_ELEMENTS // (self.groups * self.num_keys)
+        """Chunks of query rows of a rectangle, the last one, which sees all keys, first."""
+        rows = CHUNK_ELEMENTS // max(1, self.groups * self.num_keys)
         rows = min(max(rows, MIN_ROWS // self.groups, 1), MAX_ROWS)
         if rows * 2 > self.num_queries and self.groups * self.num_queries * self.num_keys <= CHUNK_ELEMENTS:
             rows = self.num_queries
         offset = self.num_keys - self.num_queries
-        for start in range(0, self.num_queries, rows):
+        for start in reversed(range(0, self.num_queries, rows)):
             stop = min(start + rows, self.num_queries)
             yield _Block(batch, heads, slice(start, stop), offset + stop if self.causal else self.num_keys)
 
@@ -113,21 +117,28 @@ class _Problem:
         if self.bias is not None:
             bias = self.bias[block.batch, block.heads, :, block.rows, : block.keys]
             grouped += bias.reshape(-1, *bias.shape[2:])
+        # Later keys stand in the last columns alone, other segments anywhere.
+        hidden = dead = None
         if self.causal and rows > 1:
-            future = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
-            grouped[..., block.keys - rows :].masked_fill_(future, -torch.inf)
+            hidden = torch.ones(1, rows, rows, dtype=torch.bool).triu_(1)
         if self.segment_ids is not None:
-            segments = self.segment_ids[block.batch]
             offset = self.num_keys - self.num_queries
-            queries = segments[:, offset + block.rows.start : offset + block.rows.stop]
-            keys = segments[:, : block.keys]
-            hidden = (queries[:, :, None] != keys[:, None, :]) | (keys < 0)[:, None, :]
-            heads = grouped.shape[0] // hidden.shape[0]
-            grouped.unflatten(0, (-1, heads)).masked_fill_(hidden[:, None, None], -torch.inf)
-        if self.segment_ids is None and self.bias is None:
-            return torch._softmax(scores, -1, False, out=scores)
-        dead = scores.amax(dim=-1, keepdim=True) == -torch.inf
-        return torch._softmax(scores, -1, False, out=scores).masked_fill_(dead, 0.0)
+            queries = self.segment_ids[block.batch, offset + block.rows.start : offset + block.rows.stop, None]
+            keys = self.segment_ids[block.batch, None, : block.keys]
+            others = (queries != keys).logical_or_(keys < 0)  # [batch rows, rows, keys]
+            if hidden is not None:
+                others[..., block.keys - rows :] |= hidden
+            hidden = others
+            dead = queries < 0  # the others see themselves
+        if hidden is not None:
+            visible = grouped[..., block.keys - hidden.shape[2] :].unflatten(0, (hidden.shape[0], -1))
+            visible.masked_fill_(hidden[:, None, None], -torch.inf)
+        if self.bias is not None:  # which may be -inf anywhere
+            dead = grouped.flatten(0, 1).amax(dim=-1, keepdim=True) == -torch.inf
+        weights = torch._softmax(scores, -1, False, out=scores)
+        if dead is not None and bool(dead.any()):
+            weights.view(dead.shape[0], -1, rows, block.keys).masked_fill_(dead[:, None], 0.0)
+        return weights
 
     def scatter(self, target: Tensor, block: _Block, values: Tensor) -> None:
         """Writes `[P, G * rows, C]` into the query rows of a grouped `[B, Hkv, G, Nq, C]`."""
@@ -213,32 +224,41 @@ def _backward(
         for batch, heads in problem.rectangles():
             k, v = (problem.keys_of(tensor, batch, heads) for tensor in (key, value))
             z = None if state is None else problem.keys_of(state, batch, heads)
-            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-            dz = torch.zeros_like(z) if z is not None and with_state_grad else None
+            dk = dv = dz = None
             for block in problem.blocks(batch, heads):
                 seen = slice(0, block.keys)
                 q = problem.rows_of(problem.query, block)
                 weights = problem.weights(block, q, k)
                 d_output = problem.rows_of(grad_output, block)
-                dv[:, seen].baddbmm_(weights.transpose(1, 2), d_output)
+                dv = _accumulate(dv, weights, d_output)
                 d_weights = torch.bmm(d_output, v[:, seen].transpose(1, 2))
                 if z is not None:
                     d_averaged = problem.rows_of(grad_averaged, block)
                     d_weights.baddbmm_(d_averaged, z[:, seen].transpose(1, 2))
-                    if dz is not None:
-                        dz[:, seen].baddbmm_(weights.transpose(1, 2), d_averaged)
-                d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+                    if with_state_grad:
+                        dz = _accumulate(dz, weights, d_averaged)
+                d_scores = torch.ops.aten._softmax_backward_data.out(
+                    d_weights, weights, -1, weights.dtype, grad_input=d_weights
+                )
                 if with_bias_grad:
                     piece = problem.group(grad_bias)[batch, heads, :, block.rows, seen]
                     piece.copy_(d_scores.view(piece.shape))
                 dq = torch.baddbmm(q, d_scores, k[:, seen], beta=0, alpha=scale)
                 problem.scatter(problem.group(grad_query), block, dq)
-                dk[:, seen].baddbmm_(d_scores.transpose(1, 2), q, alpha=scale)
+                dk = _accumulate(dk, d_scores, q, scale)
             for target, values in ((grad_key, dk), (grad_value, dv), (grad_state, dz)):
                 if values is not None:
                     piece = target[batch, heads]
                     piece.copy_(values.view(piece.shape))
     return grads
+
+
+def _accumulate(total: Tensor | None, weights: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+    """Adds `scale * weights^T rows` to the keys that a block sees; its first block sees them all."""
+    if total is None:
+        return torch.baddbmm(rows.new_empty(()), weights.transpose(1, 2), rows, beta=0, alpha=scale)
+    total[:, : weights.shape[2]].baddbmm_(weights.transpose(1, 2), rows, alpha=scale)
+    return total
 
 
 def _gradients(

@@ -39,6 +39,8 @@ def attention(
             ~mask.any(dim=-1, keepdim=True) if bias is None else mask.detach().amax(dim=-1, keepdim=True) == -torch.inf
         )
         mask = mask | dead if bias is None else mask.masked_fill(dead, 0.0)
+    # Not `enable_gqa=(comparison)`: where a compiler traces shapes as symbols, that is no bool.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
 
     def call(values: Tensor) -> Tensor:
         averaged = F.scaled_dot_product_attention(
@@ -48,7 +50,7 @@ def attention(
             attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            **grouped,
         )
         return averaged if dead is None else averaged.masked_fill(dead, 0.0)
 
