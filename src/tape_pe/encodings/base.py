@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,43 @@ class EncodingSizes:
     max_position_embeddings: int
     rope_parameters: Mapping[str, Any]
     initializer_range: float
+
+
+class Tokens(NamedTuple):
+    """What an encoding may know of the tokens that attention sees: Nk - N cached ones first, then N new ones.
+
+    Attributes:
+        position_ids: `[B | 1, Nk]`.
+        num_new: N.
+        segment_ids: `[B, Nk]`, -1 for padding; `None` where all tokens of a row see each other.
+        input_ids: `[B, Nk]`; `None` where embeddings were given instead.
+    """
+
+    position_ids: Tensor
+    num_new: int
+    segment_ids: Tensor | None = None
+    input_ids: Tensor | None = None
+
+    @property
+    def new_position_ids(self) -> Tensor:
+        """Positions of the new tokens, `[B | 1, N]`."""
+        return self.position_ids[:, self.position_ids.shape[1] - self.num_new :]
+
+    def new_lengths(self) -> Tensor:
+        """For each new token, the length of its segment so far: the position of the segment's last token plus one.
+
+        Returns:
+            `[B | 1, N | 1]`.
+        """
+        if self.segment_ids is None:
+            return self.position_ids.amax(dim=1, keepdim=True) + 1
+        num_all = self.segment_ids.shape[1]
+        columns = torch.arange(num_all, device=self.segment_ids.device)
+        following = torch.nn.functional.pad(self.segment_ids[:, 1:], (0, 1), value=-2)
+        ends = columns.where(self.segment_ids != following, num_all)  # [B, Nk], the column where a run ends
+        own_end = ends.flip(1).cummin(dim=1).values.flip(1)
+        lengths = self.position_ids.expand_as(own_end).gather(1, own_end) + 1
+        return lengths[:, num_all - self.num_new :]
 
 
 @dataclass(frozen=True)
@@ -86,6 +123,16 @@ class LayerEncoding(nn.Module):
         """Applies the state to queries `[B, H, N, D]` and keys `[B, Hkv, N, D]`."""
         return query, key
 
+    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> Tensor | None:
+        """What this layer adds to its attention scores, broadcastable to `[B, H, N, Nk]`, or `None`.
+
+        Args:
+            query: rotated queries of the new tokens, `[B, H, N, D]`.
+            key: rotated keys of all tokens, `[B, Hkv, Nk, D]`.
+            tokens: all tokens.
+        """
+        return None
+
     def forward(
         self, state: Tensor | None, averaged_state: Tensor | None, mlp_input: Tensor, mlp_output: Tensor
     ) -> Tensor | None:
@@ -128,18 +175,24 @@ class Encoding(nn.Module):
         """The encoding's part in layer `layer_idx`."""
         return cls.layer_class()
 
-    def embed(self, position_ids: Tensor) -> Tensor | None:
-        """What is added to the token embeddings, `[B | 1, N, hidden_size]`, or `None`."""
+    def embed(self, tokens: Tokens) -> Tensor | None:
+        """What is added to the embeddings of the new tokens, `[B | 1, N, hidden_size]`, or `None`."""
+        return None
+
+    def start(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """The state of the new tokens that layer 0 reads, `[B | 1, 1, N, Ds]`, computed in fp32 or wider; or `None`.
+
+        Positions are consumed here, once; afterwards the state travels with its token.
+
+        Args:
+            tokens: all tokens.
+            dtype: dtype of the result.
+        """
+        return None
+
+    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """What every layer adds to its attention scores, built once: broadcastable to `[B, H, N, Nk]`, or `None`."""
         return None
 
     def init_own_weights(self) -> None:
         """Sets the encoding's own parameters (not those of its submodules) to their start values."""
-
-    def start(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """The state that layer 0 reads, `[B | 1, 1, N, Ds]`, computed in fp32 or wider; or `None`.
-
-        Args:
-            position_ids: `[B | 1, N]`. They are consumed here, once; afterwards the state travels with its token.
-            dtype: dtype of the result.
-        """
-        return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from tape_pe.encodings.base import EncodingOptions, EncodingSizes, LayerEncoding
-from tape_pe.encodings.rope import Rope, RopeLayer
+from tape_pe.encodings.rope import RopeLayer, Rotary, RotaryOptions
 from tape_pe.ops import contextualize
 
 HeadMixing = Literal["full", "diagonal"]
@@ -25,7 +25,7 @@ GateInput = Literal["mlp_output", "mlp_input"]
 
 
 @dataclass(frozen=True)
-class TapeOptions(EncodingOptions):
+class TapeOptions(RotaryOptions):
     """Options of TAPE.
 
     Attributes:
@@ -103,7 +103,7 @@ class TapeLayer(RopeLayer):
         )
 
 
-class Tape(Rope):
+class Tape(Rotary):
     """The start state of RoPE, updated by every layer but the last: nobody reads that one's new state."""
 
     options_class = TapeOptions

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
+
+from tape_pe.encodings import Tokens
 
 
 class CachedTokens(NamedTuple):
@@ -67,13 +70,22 @@ class TapeCacheLayer(DynamicLayer):
 class TapeCache(Cache):
     """Cache of a `TapeLMForCausalLM`, for `generate` and for loops of your own.
 
-    Besides what every layer keeps, it remembers which cached tokens are padding and to which document each belongs
-    (`segment_ids`), so later calls need neither a mask for the past nor document ids.
+    Besides what every layer keeps, it remembers of each cached token its position, its id, and the document it belongs
+    to (or that it is padding), so later calls need neither a mask for the past nor document ids.
+
+    Attributes:
+        position_ids: `[B, N]`.
+        segment_ids: `[B, N]`, -1 for padding, or `None` where all tokens of a row see each other.
+        input_ids: `[B, N]`, or `None` where embeddings were given.
     """
+
+    _FACTS = ("position_ids", "segment_ids", "input_ids")
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TapeCacheLayer)
+        self.position_ids: Tensor | None = None
         self.segment_ids: Tensor | None = None
+        self.input_ids: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor, state: Tensor | None, layer_idx: int) -> CachedTokens:
         """Adds the new tokens of layer `layer_idx`, and returns all tokens that it attends to."""
@@ -81,20 +93,28 @@ class TapeCache(Cache):
             self.layers.append(TapeCacheLayer())
         return self.layers[layer_idx].append(key, value, state)
 
-    def append_segments(self, segment_ids: Tensor | None) -> Tensor | None:
-        """Adds the segments of new tokens (before any layer has added them) and returns those of all tokens.
-
-        Args:
-            segment_ids: `[B, N]`, -1 for padding; `None` where all tokens, cached ones too, see each other.
-        """
+    def append_tokens(self, new: Tokens, batch_size: int) -> Tokens:
+        """Adds what is known of new tokens (before any layer has added them) and returns that of all tokens."""
         past = self.get_seq_length()
-        if past and segment_ids is not None:
-            cached = self.segment_ids
-            if cached is None:
-                cached = segment_ids.new_zeros(segment_ids.shape[0], past)
-            segment_ids = torch.cat([cached, segment_ids], dim=1)
-        self.segment_ids = segment_ids
-        return segment_ids
+        num_all = past + new.num_new
+
+        def joined(cached: Tensor | None, added: Tensor) -> Tensor:
+            added = added.expand(batch_size, -1)
+            return added if not past or cached is None else torch.cat([cached, added], dim=1)
+
+        self.position_ids = joined(self.position_ids, new.position_ids)
+        if new.segment_ids is None:
+            self.segment_ids = None
+        else:
+            if past and self.segment_ids is None:
+                self.segment_ids = new.segment_ids.new_zeros(batch_size, past)
+            self.segment_ids = joined(self.segment_ids, new.segment_ids)
+        if new.input_ids is None or (past and self.input_ids is None):
+            self.input_ids = None
+        else:
+            self.input_ids = joined(self.input_ids, new.input_ids)
+        assert self.position_ids.shape[1] == num_all
+        return Tokens(self.position_ids, new.num_new, self.segment_ids, self.input_ids)
 
     def last_segment(self) -> Tensor | None:
         """The segment of each row's last real token, `[B, 1]`, which new tokens go on with; `None` without segments."""
@@ -103,31 +123,34 @@ class TapeCache(Cache):
         last_real = (self.segment_ids >= 0).long().cumsum(dim=1).argmax(dim=1, keepdim=True)
         return self.segment_ids.gather(1, last_real).clamp(min=0)
 
+    def _change_facts(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name in self._FACTS:
+            if (fact := getattr(self, name)) is not None:
+                setattr(self, name, change(fact))
+
     def reset(self) -> None:
         """Empties the cache."""
         super().reset()
-        self.segment_ids = None
+        for name in self._FACTS:
+            setattr(self, name, None)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens (a number <= 0, as transformers counts)."""
         super().crop(tokens_to_remove)
-        if tokens_to_remove < 0 and self.segment_ids is not None:
-            self.segment_ids = self.segment_ids[:, :tokens_to_remove]
+        if tokens_to_remove < 0:
+            self._change_facts(lambda fact: fact[:, :tokens_to_remove])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Puts the rows `beam_idx` in the place of the present ones, for beam search."""
         super().reorder_cache(beam_idx)
-        if self.segment_ids is not None:
-            self.segment_ids = self.segment_ids.index_select(0, beam_idx.to(self.segment_ids.device))
+        self._change_facts(lambda fact: fact.index_select(0, beam_idx.to(fact.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        if self.segment_ids is not None:
-            self.segment_ids = self.segment_ids.repeat_interleave(repeats, dim=0)
+        self._change_facts(lambda fact: fact.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`."""
         super().batch_select_indices(indices)
-        if self.segment_ids is not None:
-            self.segment_ids = self.segment_ids[indices, ...]
+        self._change_facts(lambda fact: fact[indices, ...])

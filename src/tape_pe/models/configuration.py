@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from tape_pe.encodings import EncodingOptions, EncodingSizes, get_encoding
-from tape_pe.ops.rotary import check_scaling
+from tape_pe.ops.frequencies import check_scaling, complete_scaling
 
 # Keys that `PreTrainedConfig` consumes, or that saved configs hold, without a field of their own.
 _FOREIGN_KEYS = frozenset(
@@ -53,7 +53,7 @@ class TapeLMConfig(PreTrainedConfig):
         eos_token_id: id (or ids) of the last token.
         tie_word_embeddings: whether the head shares the weights of the embedding.
         rope_parameters: base and frequency rule as in transformers 5: `{"rope_type": "default",
-            "rope_theta": 10000.0}`, see `tape_pe.ops.inverse_frequencies`.
+            "rope_theta": 10000.0}`, see `tape_pe.ops.rotary_frequencies`.
         encoding: name of a positional encoding, see `tape_pe.encodings.ENCODINGS`.
         encoding_options: options of that encoding, for example `{"position_size": 48}` for `"tape"`.
 
@@ -106,8 +106,7 @@ class TapeLMConfig(PreTrainedConfig):
             self.rope_parameters = dict(self.rope_parameters)  # the caller's dictionary stays as it is
         self.encoding_options = dict(self.encoding_options or {})
         super().__post_init__(**kwargs)
-        if self.rope_parameters and self.rope_parameters.get("rope_type") == "dynamic":
-            self.rope_parameters.setdefault("original_max_position_embeddings", self.max_position_embeddings)
+        self.rope_parameters = complete_scaling(self.rope_parameters or {}, self.max_position_embeddings)
         self._check()
 
     def _check(self) -> None:
@@ -132,7 +131,7 @@ class TapeLMConfig(PreTrainedConfig):
             raise ValueError(f"pad_token_id={self.pad_token_id}: not a token of vocab_size={self.vocab_size}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r}: known activations are {', '.join(ACT2FN)}")
-        check_scaling(sizes.rope_parameters)
+        check_scaling(sizes.rope_parameters, sizes.head_dim)
         get_encoding(self.encoding).check(sizes, self.parsed_encoding_options())
 
     def encoding_sizes(self) -> EncodingSizes:

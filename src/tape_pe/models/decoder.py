@@ -6,7 +6,6 @@ to the embeddings, which state the first layer reads, how a layer applies it to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,13 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import ModelOutput, can_return_tuple
 
-from tape_pe.encodings import get_encoding
+from tape_pe.encodings import LayerEncoding, Tokens, get_encoding
 from tape_pe.models.base import TapeLMPreTrainedModel
 from tape_pe.models.cache import TapeCache
 from tape_pe.models.checks import check_cache, check_labels, check_tokens
 from tape_pe.models.configuration import TapeLMConfig
 from tape_pe.models.generation import TapeGenerationMixin
-from tape_pe.models.packing import Layout, predictable_labels, resolve_layout
+from tape_pe.models.packing import predictable_labels, resolve_tokens
 from tape_pe.ops import positional_attention
 from tape_pe.ops.reference import attention_weights
 
@@ -78,8 +77,6 @@ class LayerResult(NamedTuple):
 class SelfAttention(nn.Module):
     """Causal grouped-query attention that averages values, and states where the encoding wants it."""
 
-    averages_state: bool = False
-
     def __init__(self, config: TapeLMConfig, layer_idx: int) -> None:
         super().__init__()
         sizes = config.encoding_sizes()
@@ -95,25 +92,27 @@ class SelfAttention(nn.Module):
         self,
         hidden_states: Tensor,
         state: Tensor | None,
-        rotate: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]],
-        segment_ids: Tensor | None,
+        bias: Tensor | None,
+        encoding: LayerEncoding,
+        tokens: Tokens,
         cache: TapeCache | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the output `[B, N, hidden_size]`, the averaged state `[B, H, N, D]` and the weights, or `None`s.
-
-        `state` is what `rotate` reads; it is averaged where `self.averages_state` is set by the layer's encoding.
-        """
+        """Returns the output `[B, N, hidden_size]`, the averaged state `[B, H, N, Ds]` and the weights, or `None`s."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, key, state)
-        averaged = state if self.averages_state else None
+        query, key = encoding.rotate(query, key, state)
+        averaged = state if encoding.averages_state else None
         if cache is not None:
             key, value, averaged = cache.append(key, value, averaged, self.layer_idx)
-        output, averaged = positional_attention(query, key, value, averaged, segment_ids=segment_ids)
-        weights = attention_weights(query, key, segment_ids=segment_ids) if output_attentions else None
+        own_bias = encoding.bias(query, key, tokens)
+        if own_bias is not None:
+            bias = own_bias if bias is None else bias + own_bias
+        segment_ids = tokens.segment_ids
+        output, averaged = positional_attention(query, key, value, averaged, segment_ids=segment_ids, bias=bias)
+        weights = attention_weights(query, key, segment_ids=segment_ids, bias=bias) if output_attentions else None
         return self.o_proj(output.transpose(1, 2).flatten(2)), averaged, weights
 
 
@@ -143,20 +142,20 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.encoding = get_encoding(config.encoding).layer(
             config.encoding_sizes(), config.parsed_encoding_options(), layer_idx
         )
-        self.self_attn.averages_state = self.encoding.averages_state
 
     def forward(
         self,
         hidden_states: Tensor,
         state: Tensor | None,
-        segment_ids: Tensor | None = None,
+        bias: Tensor | None,
+        tokens: Tokens,
         cache: TapeCache | None = None,
         output_attentions: bool = False,
     ) -> LayerResult:
-        """Both streams, `[B, N, hidden_size]` and `[B | 1, Hkv | 1, N, D]`, in and out. Both are positional arguments,
-        without which reentrant checkpointing loses their gradients."""
+        """Both streams, `[B, N, hidden_size]` and `[B | 1, Hkv | 1, N, Ds]`, in and out, with the bias shared by all
+        layers. All three are positional arguments, without which reentrant checkpointing loses their gradients."""
         attended, averaged_state, weights = self.self_attn(
-            self.input_layernorm(hidden_states), state, self.encoding.rotate, segment_ids, cache, output_attentions
+            self.input_layernorm(hidden_states), state, bias, self.encoding, tokens, cache, output_attentions
         )
         hidden_states = hidden_states + attended
         mlp_input = self.post_attention_layernorm(hidden_states)
@@ -208,12 +207,19 @@ class TapeLMModel(TapeLMPreTrainedModel):
             use_cache = self.config.use_cache and not learning
         if use_cache and cache is None and not (learning and self.gradient_checkpointing):
             cache = TapeCache()
-        layout = resolve_layout(
-            inputs_embeds.shape[:2], inputs_embeds.device, attention_mask, position_ids, document_ids, cache, kwargs
+        tokens = resolve_tokens(
+            inputs_embeds.shape[:2],
+            inputs_embeds.device,
+            input_ids,
+            attention_mask,
+            position_ids,
+            document_ids,
+            cache,
+            kwargs,
         )
         return self._run(
             inputs_embeds,
-            layout,
+            tokens,
             cache,
             self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
             self.config.output_attentions if output_attentions is None else output_attentions,
@@ -223,24 +229,26 @@ class TapeLMModel(TapeLMPreTrainedModel):
     def _run(
         self,
         hidden_states: Tensor,
-        layout: Layout,
+        tokens: Tokens,
         cache: TapeCache | None,
         output_hidden_states: bool,
         output_attentions: bool,
         output_position_states: bool,
     ) -> TapeModelOutput:
-        added = self.encoding.embed(layout.position_ids)
+        added = self.encoding.embed(tokens)
         if added is not None:
             hidden_states = hidden_states + added.to(hidden_states.dtype)
         dtype = hidden_states.dtype
-        state = self.encoding.start(layout.position_ids, torch.promote_types(dtype, torch.float32))
+        wide = torch.promote_types(dtype, torch.float32)
+        state = self.encoding.start(tokens, wide)
         state = None if state is None else state.to(dtype)
+        bias = self.encoding.bias(tokens, wide)
         all_hidden, all_weights, all_states = [], [], []
         for layer in self.layers:
             all_hidden.append(hidden_states)
             all_states.append(state)
             hidden_states, state, weights = layer(
-                hidden_states, state, segment_ids=layout.segment_ids, cache=cache, output_attentions=output_attentions
+                hidden_states, state, bias, tokens=tokens, cache=cache, output_attentions=output_attentions
             )
             all_weights.append(weights)
         hidden_states = self.norm(hidden_states)

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tape_pe.encodings import Tokens
 from tape_pe.models.cache import TapeCache
 from tape_pe.models.checks import check_cache, check_layout
 from tape_pe.ops import make_segment_ids, segment_positions
 
 
-class Layout(NamedTuple):
-    """Where tokens stand and whom they see.
-
-    Attributes:
-        position_ids: of the new tokens, `[B | 1, N]`.
-        segment_ids: of all tokens, cached ones first, `[B, past + N]`; `None` where all see each other.
-    """
-
-    position_ids: Tensor
-    segment_ids: Tensor | None
-
-
-def resolve_layout(
+def resolve_tokens(
     shape: torch.Size,
     device: torch.device,
+    input_ids: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     document_ids: Tensor | None,
     cache: TapeCache | None,
     flattened: Mapping[str, Any],
-) -> Layout:
-    """Works out positions and segments, and adds the new segments to the cache.
+) -> Tokens:
+    """Works out positions and segments, and adds those of the new tokens to the cache.
 
     Args:
         shape: `(B, N)` of the new tokens.
         device: where they are.
+        input_ids: `[B, N]`, or `None` where embeddings are given.
         attention_mask: `[B, N]` or `[B, past + N]`.
         position_ids: `[B, N]` or `[1, N]`.
         document_ids: `[B, N]` or `[1, N]`.
@@ -61,14 +52,22 @@ def resolve_layout(
     segment_ids = make_segment_ids(attention_mask, document_ids)
     if segment_ids is not None:
         segment_ids = segment_ids.expand(batch_size, num_tokens)
-    if cache is not None:
-        segment_ids = cache.append_segments(segment_ids)
     if position_ids is None:
-        if segment_ids is None:
-            position_ids = torch.arange(past, past + num_tokens, device=device)[None]
-        else:
-            position_ids = segment_positions(segment_ids)[:, past:]
-    return Layout(position_ids, segment_ids)
+        position_ids = _default_positions(segment_ids, num_tokens, past, cache, device)
+    tokens = Tokens(position_ids, num_tokens, segment_ids, input_ids)
+    return tokens if cache is None else cache.append_tokens(tokens, batch_size)
+
+
+def _default_positions(
+    segment_ids: Tensor | None, num_tokens: int, past: int, cache: TapeCache | None, device: torch.device
+) -> Tensor:
+    """Positions of new tokens, `[B | 1, N]`: real tokens count from 0 in each segment, cached ones included."""
+    if segment_ids is None:
+        return torch.arange(past, past + num_tokens, device=device)[None]
+    if cache is not None and past:
+        cached = segment_ids.new_zeros(segment_ids.shape[0], past) if cache.segment_ids is None else cache.segment_ids
+        segment_ids = torch.cat([cached, segment_ids], dim=1)
+    return segment_positions(segment_ids)[:, past:]
 
 
 def find_documents(

@@ -18,7 +18,8 @@ class Frequencies(NamedTuple):
     """What a rule gives.
 
     Attributes:
-        inverse: angular frequencies in radians per position, `[D / 2]`, fp64 (fp32 on devices without it).
+        inverse: angular frequencies in radians per position, `[D / 2]`, or `[..., D / 2]` for the lengths `[...]` of a
+            rule that reads them; fp64 (fp32 on devices without it).
         attention_factor: factor of cos and sin; its square scales the attention scores.
     """
 
@@ -30,8 +31,8 @@ class _Rule(NamedTuple):
     """A frequency rule.
 
     Attributes:
-        apply: `(frequencies, parameters, length) -> Frequencies`, with the unscaled frequencies `[D / 2]` and the
-            length as a 0-dimensional tensor.
+        apply: `(frequencies, parameters, lengths) -> Frequencies`, with the unscaled frequencies `[D / 2]` and
+            lengths `[..., 1]`.
         required: keys that it needs, all positive numbers (or lists of them).
         optional: further keys that it reads.
         reads_length: whether the length matters.
@@ -48,7 +49,7 @@ def rotary_frequencies(
     *,
     theta: float = 10000.0,
     scaling: Mapping[str, Any] | None = None,
-    length: Tensor | None = None,
+    lengths: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Frequencies:
     """Angular frequencies theta^(-2j/D), j < D/2, with a frequency rule applied.
@@ -71,7 +72,7 @@ def rotary_frequencies(
         head_dim: D, even.
         theta: the base.
         scaling: a rule; `None` is `"default"`.
-        length: N, a 0-dimensional tensor; needed by the rules that read it.
+        lengths: N of each sequence, `[...]`; needed by the rules that read it.
         device: device of the result.
 
     Raises:
@@ -84,17 +85,15 @@ def rotary_frequencies(
     scaling = check_scaling(scaling, head_dim)
     dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
     exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
-    return apply_rule(theta**-exponents, scaling, length, theta=theta)
+    return apply_rule(theta**-exponents, scaling, lengths, theta=theta)
 
 
-def apply_rule(
-    frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None, *, theta: float
-) -> Frequencies:
+def apply_rule(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None, *, theta: float) -> Frequencies:
     """Applies a checked rule to frequencies `[D / 2]`, which may be trained ones; `theta` is their base."""
     rule = RULES[scaling.get("rope_type", "default")]
-    if rule.reads_length and length is None:
-        raise ValueError(f"length=None: rope_type={scaling['rope_type']!r} depends on the length")
-    return rule.apply(frequencies, {**scaling, "rope_theta": theta}, length)
+    if rule.reads_length and lengths is None:
+        raise ValueError(f"lengths=None: rope_type={scaling['rope_type']!r} depends on the length")
+    return rule.apply(frequencies, {**scaling, "rope_theta": theta}, None if lengths is None else lengths[..., None])
 
 
 def reads_length(scaling: Mapping[str, Any] | None) -> bool:
@@ -133,14 +132,18 @@ def check_scaling(scaling: Mapping[str, Any] | None, head_dim: int | None = None
     known = {"rope_type", "rope_theta", "type", *rule.required, *rule.optional}
     for key in scaling:
         if key not in known:
-            raise ValueError(f"rope_parameters.{key}={scaling[key]!r}: rope_type={name!r} reads {', '.join(sorted(known))}")
+            raise ValueError(
+                f"rope_parameters.{key}={scaling[key]!r}: rope_type={name!r} reads {', '.join(sorted(known))}"
+            )
     for key in rule.required:
         value = scaling.get(key)
         values = value if key.endswith("_factor") and isinstance(value, (list, tuple)) else [value]
         if not values or not all(_is_positive(v) for v in values):
             raise ValueError(f"rope_parameters.{key}={value!r}: rope_type={name!r} needs a positive number")
         if key in ("short_factor", "long_factor") and head_dim is not None and len(values) != head_dim // 2:
-            raise ValueError(f"rope_parameters.{key} has {len(values)} numbers: head_dim={head_dim} needs {head_dim // 2}")
+            raise ValueError(
+                f"rope_parameters.{key} has {len(values)} numbers: head_dim={head_dim} needs {head_dim // 2}"
+            )
     if name == "llama3" and not scaling["high_freq_factor"] > scaling["low_freq_factor"]:
         raise ValueError(
             f"rope_parameters.high_freq_factor={scaling['high_freq_factor']!r}: must be above low_freq_factor="
@@ -153,33 +156,35 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _default(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
+def _default(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
     return Frequencies(frequencies, 1.0)
 
 
-def _linear(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
+def _linear(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
     return Frequencies(frequencies / scaling["factor"], 1.0)
 
 
 def _rebase(frequencies: Tensor, ratio: Tensor | float) -> Tensor:
     """Frequencies of the base theta * ratio^(D / (D - 2)): pair j turns ratio^(2j / (D - 2)) times slower."""
     pairs = len(frequencies)
-    exponents = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device) / max(pairs - 1, 1)
+    if pairs == 1:
+        raise ValueError("head_dim=2: this rule raises the base, which a single frequency does not have")
+    exponents = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device) / (pairs - 1)
     return frequencies * ratio**-exponents
 
 
-def _ntk(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
+def _ntk(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
     return Frequencies(_rebase(frequencies, float(scaling["factor"])), 1.0)
 
 
-def _dynamic(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
-    assert length is not None
+def _dynamic(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
+    assert lengths is not None
     factor = scaling["factor"]
-    excess = (length.to(frequencies.dtype) / scaling["original_max_position_embeddings"]).clamp(min=1.0)
+    excess = (lengths.to(frequencies.dtype) / scaling["original_max_position_embeddings"]).clamp(min=1.0)
     return Frequencies(_rebase(frequencies, factor * excess - (factor - 1)), 1.0)
 
 
-def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
+def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
     factor, theta = scaling["factor"], scaling["rope_theta"]
     head_dim = 2 * len(frequencies)
 
@@ -212,28 +217,28 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return magnitude(1.0)
 
 
-def _dynamic_yarn(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
-    assert length is not None
-    scaled = _yarn(frequencies, scaling, length)
-    inside = length <= scaling["original_max_position_embeddings"]
+def _dynamic_yarn(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
+    assert lengths is not None
+    scaled = _yarn(frequencies, scaling, lengths)
+    inside = lengths <= scaling["original_max_position_embeddings"]
     return Frequencies(torch.where(inside, frequencies, scaled.inverse), scaled.attention_factor)
 
 
-def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return Frequencies(frequencies * (keep + (1 - keep) / scaling["factor"]), 1.0)
 
 
-def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], length: Tensor | None) -> Frequencies:
-    assert length is not None
+def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], lengths: Tensor | None) -> Frequencies:
+    assert lengths is not None
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     short, long = (frequencies.new_tensor(scaling[key]) for key in ("short_factor", "long_factor"))
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return Frequencies(frequencies / torch.where(length > original, long, short), attention_factor)
+    return Frequencies(frequencies / torch.where(lengths > original, long, short), attention_factor)
 
 
 _ORIGINAL = "original_max_position_embeddings"

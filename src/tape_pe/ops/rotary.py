@@ -8,74 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCALING_RULES = ("default", "linear", "dynamic")
-
-
-def inverse_frequencies(
-    head_dim: int,
-    *,
-    theta: float = 10000.0,
-    scaling: Mapping[str, Any] | None = None,
-    position_ids: Tensor | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Angular frequencies theta^(-2j/D), j < D/2, in radians per position, with a frequency rule applied.
-
-    Args:
-        head_dim: D, even.
-        theta: the base.
-        scaling: a frequency rule in the form of Hugging Face's `rope_parameters`. `{"rope_type": "linear",
-            "factor": f}` divides positions by f. `{"rope_type": "dynamic", "factor": f,
-            "original_max_position_embeddings": L}` raises the base to `theta * (f N / L - (f - 1))^(D / (D - 2))` once
-            the length N exceeds L. `None` or `"default"`: none.
-        position_ids: for `"dynamic"` alone: N is their maximum plus one.
-        device: device of the result.
-
-    Returns:
-        `[D / 2]` in fp64 (fp32 on devices without it).
-
-    Raises:
-        ValueError: `head_dim` is not positive and even, `theta` is not positive, or the rule is unknown or incomplete.
-    """
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim={head_dim}: rotary encodings need a positive even head_dim")
-    if theta <= 0:
-        raise ValueError(f"theta={theta}: the base must be positive")
-    scaling = check_scaling(scaling)
-    dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
-    exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
-    rule = scaling.get("rope_type", "default")
-    if rule == "dynamic":
-        if position_ids is None:
-            raise ValueError("position_ids=None: the dynamic rule depends on the length and needs them")
-        if head_dim == 2:
-            raise ValueError("head_dim=2: the dynamic rule raises the base, which a single frequency does not have")
-        length = scaling["original_max_position_embeddings"]
-        factor = scaling["factor"]
-        ratio = (position_ids.max().to(dtype) + 1) / length
-        base = theta * (factor * ratio.clamp(min=1.0) - (factor - 1)) ** (head_dim / (head_dim - 2))
-        return base**-exponents
-    frequencies = theta**-exponents
-    return frequencies / scaling["factor"] if rule == "linear" else frequencies
-
-
-def check_scaling(scaling: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Checks a frequency rule and returns it (an empty one for `None`).
-
-    Raises:
-        ValueError: unknown `rope_type`, or a missing or non-positive parameter of the rule.
-    """
-    if scaling is None:
-        return {}
-    rule = scaling.get("rope_type", "default")
-    if rule not in SCALING_RULES:
-        raise ValueError(f"rope_type={rule!r}: known frequency rules are {', '.join(SCALING_RULES)}")
-    needed = {"default": (), "linear": ("factor",), "dynamic": ("factor", "original_max_position_embeddings")}[rule]
-    for name in needed:
-        value = scaling.get(name)
-        if not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(f"{name}={value!r}: rope_type={rule!r} needs a positive number")
-    return scaling
+from tape_pe.ops.frequencies import Frequencies, reads_length, rotary_frequencies
 
 
 def rotary_state(
@@ -84,6 +17,7 @@ def rotary_state(
     *,
     theta: float = 10000.0,
     scaling: Mapping[str, Any] | None = None,
+    lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The start state of RoPE and TAPE: packed `[cos | sin]` of the phases position * frequency, in radians.
@@ -95,20 +29,30 @@ def rotary_state(
         position_ids: `[B, N]`, integers (or reals).
         head_dim: D, even.
         theta: base of the frequencies.
-        scaling: frequency rule, see `inverse_frequencies`.
+        scaling: frequency rule, see `rotary_frequencies`.
+        lengths: for rules that read the length: that of each token's sequence, `[B, N]` or broadcastable to it; by
+            default each row's largest position plus one.
         dtype: dtype of the result.
 
     Returns:
         `[B, 1, N, D]`: one table for all heads.
 
     Raises:
-        ValueError: see `inverse_frequencies`.
+        ValueError: see `rotary_frequencies`.
     """
-    frequencies = inverse_frequencies(
-        head_dim, theta=theta, scaling=scaling, position_ids=position_ids, device=position_ids.device
+    if lengths is None and reads_length(scaling):
+        lengths = position_ids.amax(dim=-1, keepdim=True) + 1
+    frequencies = rotary_frequencies(
+        head_dim, theta=theta, scaling=scaling, lengths=lengths, device=position_ids.device
     )
-    phases = position_ids[:, None, :, None].to(frequencies.dtype) * frequencies
-    return torch.cat([phases.cos(), phases.sin()], dim=-1).to(dtype)
+    return state_of(position_ids, frequencies, dtype)
+
+
+def state_of(position_ids: Tensor, frequencies: Frequencies, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The start state of positions `[B, N]` with frequencies `[D / 2]` or `[B, N | 1, D / 2]`: `[B, 1, N, D]`."""
+    phases = position_ids[..., None].to(frequencies.inverse.dtype) * frequencies.inverse
+    state = torch.cat([phases.cos(), phases.sin()], dim=-1) * frequencies.attention_factor
+    return state.to(dtype)[:, None]
 
 
 def rotate(u: Tensor, state: Tensor) -> Tensor:
