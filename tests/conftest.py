@@ -1,12 +1,134 @@
-"""Shared by the tests of training, evaluation and the command line."""
+"""Shared by all tests: small decoders with random weights everywhere, and the options of a short run."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from tape_pe.encodings import ENCODINGS
+from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.options import ModelOptions, RunOptions
 from tape_pe.tasks import Addition
+
+VOCAB_SIZE = 61
+MakeModel = Callable[..., TapeLMForCausalLM]
+
+
+@pytest.fixture(params=list(ENCODINGS))
+def encoding(request: pytest.FixtureRequest) -> str:
+    """The name of every registered encoding, in turn."""
+    return request.param
+
+
+@pytest.fixture(params=[4, 2], ids=["mha", "gqa"])
+def kv_heads(request: pytest.FixtureRequest) -> int:
+    """Key/value heads for 4 query heads."""
+    return request.param
+
+
+@pytest.fixture
+def make_config() -> Callable[..., TapeLMConfig]:
+    """Builds the configuration of a small decoder; keywords override its keys."""
+
+    def make(encoding: str = "tape", kv_heads: int = 2, **changes: Any) -> TapeLMConfig:
+        sizes = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "encoding": encoding,
+        }
+        return TapeLMConfig(**{**sizes, **changes})
+
+    return make
+
+
+@pytest.fixture
+def randomize() -> Callable[[torch.nn.Module], None]:
+    """Gives every parameter random values, also those that start at zero, so that every path shows in the outputs."""
+
+    def fill(model: torch.nn.Module, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                if "norm" in name:
+                    parameter.copy_(1 + 0.2 * noise)
+                elif ".encoding." in name:
+                    parameter.copy_(0.3 * noise)
+                else:
+                    parameter.copy_(noise * (1.0 if "embed" in name else parameter.shape[-1] ** -0.5))
+
+    return fill
+
+
+@pytest.fixture
+def make_model(
+    make_config: Callable[..., TapeLMConfig], randomize: Callable[[torch.nn.Module], None]
+) -> Callable[..., TapeLMForCausalLM]:
+    """Builds a small decoder in eval mode with random weights everywhere."""
+
+    def make(encoding: str = "tape", kv_heads: int = 2, **changes: Any) -> TapeLMForCausalLM:
+        model = TapeLMForCausalLM(make_config(encoding, kv_heads, **changes))
+        randomize(model)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def make_tokens() -> Callable[..., Tensor]:
+    """Random token ids of a shape, none of them 0, which the tests pad with."""
+
+    def make(*shape: int, seed: int = 0) -> Tensor:
+        return torch.randint(1, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
+
+    return make
+
+
+@pytest.fixture
+def gradients() -> Callable[[torch.nn.Module, Tensor], dict[str, Tensor]]:
+    """Gradients of a loss by parameter name; a parameter without one is an error."""
+
+    def compute(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        unused = [name for name, grad in grads.items() if grad is None]
+        assert not unused, f"parameters without a gradient: {unused}"
+        return {name: grad.clone() for name, grad in grads.items() if grad is not None}
+
+    return compute
+
+
+@pytest.fixture
+def layer_outputs() -> Callable[[torch.nn.Module], Any]:
+    """A context that collects what every decoder layer returns: `(hidden_states, state)` of each, the last included."""
+
+    @contextmanager
+    def collect(model: TapeLMForCausalLM) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+        results: list[tuple[Tensor, Tensor | None]] = []
+        handles = [
+            layer.register_forward_hook(lambda module, args, result: results.append((result[0], result[1])))
+            for layer in model.model.layers
+        ]
+        try:
+            yield results
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return collect
 
 
 @pytest.fixture

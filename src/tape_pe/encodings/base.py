@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,24 @@ class EncodingOptions:
             if key not in allowed:
                 has = ", ".join(allowed) if allowed else "no options"
                 raise ValueError(f"encoding_options.{key}={values[key]!r}: encoding={encoding!r} has {has}")
+        hints = get_type_hints(cls)
+        for key, value in values.items():
+            if not _is_of_type(value, hints[key]):
+                needed = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key]).replace("typing.", "")
+                raise ValueError(f"encoding_options.{key}={value!r}: {needed} is needed")
         return cls(**values)
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether `value`, as from YAML or JSON, fits the annotation of an option. Literals name their choices themselves,
+    in the options' own checks."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_of_type(value, part) for part in get_args(hint))
+    if get_origin(hint) is Literal or not isinstance(hint, type):
+        return True
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 class LayerEncoding(nn.Module):

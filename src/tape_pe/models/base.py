@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 
 from tape_pe.encodings import Encoding, LayerEncoding
 from tape_pe.models.configuration import TapeLMConfig
+
+# Files that hold the weights, in one piece or in shards with an index.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class TapeLMPreTrainedModel(PreTrainedModel):
@@ -38,7 +42,8 @@ class TapeLMPreTrainedModel(PreTrainedModel):
             ValueError: the checkpoint does not hold exactly the weights of the model, or one holds NaN or infinity.
         """
         with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # raised below, with their names
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys := sorted(str(key) for key in info.get(kind, ())):
                 raise ValueError(f"{pretrained_model_name_or_path}: {kind.replace('_', ' ')} in the checkpoint: {keys}")
@@ -51,8 +56,15 @@ class TapeLMPreTrainedModel(PreTrainedModel):
         """As in transformers, but every file is written under a temporary name and renamed when it is whole."""
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", target.name)  # else it would be that of the scratch folder
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as scratch:
             super().save_pretrained(scratch, *args, **kwargs)
-            # The config goes last: it is what makes the folder a model.
-            for path in sorted(Path(scratch).iterdir(), key=lambda path: path.name == "config.json"):
-                os.replace(path, target / path.name)
+            new = {path.name for path in Path(scratch).iterdir()}
+            stale = {path for path in target.iterdir() if _WEIGHTS.fullmatch(path.name) and path.name not in new}
+            # The index follows its shards, and the config goes last: it is what makes the folder a model.
+            for name in sorted(new, key=lambda name: (name == "config.json", name.endswith(".index.json"), name)):
+                if name == "config.json" and any(_WEIGHTS.fullmatch(other) for other in new):
+                    for path in stale:  # transformers reads a single file before shards, even an older one
+                        path.unlink()
+                os.replace(Path(scratch) / name, target / name)

@@ -81,30 +81,27 @@ class TapeCache(Cache):
             self.layers.append(TapeCacheLayer())
         return self.layers[layer_idx].append(key, value, state)
 
-    def append_segments(self, segment_ids: Tensor | None, batch_size: int, num_tokens: int) -> Tensor | None:
+    def append_segments(self, segment_ids: Tensor | None) -> Tensor | None:
         """Adds the segments of new tokens (before any layer has added them) and returns those of all tokens.
 
         Args:
-            segment_ids: `[B, num_tokens]`, -1 for padding; `None` goes on with the last segment of each row.
-            batch_size: B.
-            num_tokens: number of new tokens.
+            segment_ids: `[B, N]`, -1 for padding; `None` where all tokens, cached ones too, see each other.
         """
         past = self.get_seq_length()
-        if self.segment_ids is None:
-            if segment_ids is not None and past:
-                segment_ids = torch.nn.functional.pad(segment_ids, (past, 0), value=0)
-            self.segment_ids = segment_ids
-        else:
-            if segment_ids is None:
-                segment_ids = self.last_segment()[:, None].expand(batch_size, num_tokens)
-            self.segment_ids = torch.cat([self.segment_ids, segment_ids.expand(batch_size, num_tokens)], dim=1)
-        return self.segment_ids
+        if past and segment_ids is not None:
+            cached = self.segment_ids
+            if cached is None:
+                cached = segment_ids.new_zeros(segment_ids.shape[0], past)
+            segment_ids = torch.cat([cached, segment_ids], dim=1)
+        self.segment_ids = segment_ids
+        return segment_ids
 
-    def last_segment(self) -> Tensor:
-        """The segment of each row's last real token, `[B]`."""
-        assert self.segment_ids is not None
+    def last_segment(self) -> Tensor | None:
+        """The segment of each row's last real token, `[B, 1]`, which new tokens go on with; `None` without segments."""
+        if self.segment_ids is None or self.get_seq_length() == 0:
+            return None
         last_real = (self.segment_ids >= 0).long().cumsum(dim=1).argmax(dim=1, keepdim=True)
-        return self.segment_ids.gather(1, last_real)[:, 0].clamp(min=0)
+        return self.segment_ids.gather(1, last_real).clamp(min=0)
 
     def reset(self) -> None:
         """Empties the cache."""

@@ -1,6 +1,7 @@
 """Configuration of the decoder."""
 
-from __future__ import annotations
+# Annotations stay objects here (no `from __future__ import annotations`): `strict` checks values against them, but
+# checks nothing where they are strings.
 
 from typing import Any
 
@@ -127,6 +128,8 @@ class TapeLMConfig(PreTrainedConfig):
                 f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads="
                 f"{self.num_attention_heads}"
             )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id={self.pad_token_id}: not a token of vocab_size={self.vocab_size}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r}: known activations are {', '.join(ACT2FN)}")
         check_scaling(sizes.rope_parameters)

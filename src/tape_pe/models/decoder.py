@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
@@ -21,8 +20,10 @@ from transformers.utils import ModelOutput, can_return_tuple
 from tape_pe.encodings import get_encoding
 from tape_pe.models.base import TapeLMPreTrainedModel
 from tape_pe.models.cache import TapeCache
+from tape_pe.models.checks import check_cache, check_labels, check_tokens
 from tape_pe.models.configuration import TapeLMConfig
-from tape_pe.models.packing import Layout, resolve_layout
+from tape_pe.models.generation import TapeGenerationMixin
+from tape_pe.models.packing import Layout, predictable_labels, resolve_layout
 from tape_pe.ops import positional_attention
 from tape_pe.ops.reference import attention_weights
 
@@ -167,6 +168,8 @@ class DecoderLayer(GradientCheckpointingLayer):
 class TapeLMModel(TapeLMPreTrainedModel):
     """Embeddings, layers and final norm."""
 
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012  (transformers' own form)
+
     def __init__(self, config: TapeLMConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -192,14 +195,12 @@ class TapeLMModel(TapeLMPreTrainedModel):
         **kwargs: Any,
     ) -> TapeModelOutput:
         """See `TapeLMForCausalLM.forward`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids and inputs_embeds: exactly one of them is needed")
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("past_key_values: the argument is called cache, and takes a TapeCache")
+        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
+        check_cache(cache)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if cache is not None and not isinstance(cache, TapeCache):
-            raise ValueError(
-                f"cache={type(cache).__name__}: a TapeCache is needed, which holds position states as well"
-            )
         learning = self.training and torch.is_grad_enabled()
         if cache is not None and learning and self.gradient_checkpointing:
             raise ValueError("cache: activation checkpointing runs layers twice, which would add their tokens twice")
@@ -255,7 +256,7 @@ class TapeLMModel(TapeLMPreTrainedModel):
         )
 
 
-class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
+class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
     """The decoder with a language-model head.
 
     A `transformers` model in every respect: `generate`, `save_pretrained`, `from_pretrained` and the Auto classes,
@@ -300,8 +301,8 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
                 transformers' `DataCollatorWithFlattening` need none, see `tape_pe.models.packing`.
             cache: tokens seen before.
             inputs_embeds: `[B, N, hidden_size]` instead of `input_ids`.
-            labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. The first token of a
-                document is never predicted from the document before it.
+            labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. Padding, the token after
+                it and the first token of a document are never predicted.
             use_cache: whether to return a cache; default `config.use_cache`, and never in training.
             output_hidden_states: see `TapeModelOutput`.
             output_attentions: see `TapeModelOutput`; costs an N x N matrix per head and layer, changes no logits.
@@ -329,9 +330,9 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            if document_ids is not None:
-                starts = document_ids[:, 1:] != document_ids[:, :-1]
-                labels = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(starts, -100)], dim=1)
+            check_labels(labels, outputs.last_hidden_state.shape[:2], logits_to_keep)
+            past = 0 if outputs.cache is None else outputs.cache.get_seq_length() - labels.shape[1]
+            labels = predictable_labels(labels, attention_mask, position_ids, document_ids, past, kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return TapeCausalLMOutput(
             loss=loss,
@@ -341,28 +342,3 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             position_states=outputs.position_states,
         )
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """As in transformers; `document_ids` belong to the prompt, and later tokens go on with its last document."""
-        document_ids = kwargs.pop("document_ids", None)
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if document_ids is not None:
-            new = input_ids.shape[1] - document_ids.shape[1]
-            document_ids = torch.cat([document_ids, document_ids[:, -1:].expand(-1, new)], dim=1)
-            inputs["document_ids"] = document_ids[:, -inputs["input_ids"].shape[1] :]
-        return inputs
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={implementation!r}: position states need a TapeCache, which is dynamic"
-            )
-        if generation_config.use_cache and model_kwargs.get("cache") is None:
-            model_kwargs["cache"] = TapeCache()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tape_pe.models.cache import TapeCache
+from tape_pe.models.checks import check_cache, check_layout
 from tape_pe.ops import make_segment_ids, segment_positions
 
 
@@ -42,31 +43,26 @@ def resolve_layout(
         position_ids: `[B, N]` or `[1, N]`.
         document_ids: `[B, N]` or `[1, N]`.
         cache: tokens seen before.
-        flattened: may hold `seq_idx` or `cu_seq_lens_q` of a flattening collator, see `flattened_documents`.
+        flattened: may hold `seq_idx` or `cu_seq_lens_q` of a flattening collator, see `find_documents`.
 
     Raises:
-        ValueError: a shape that does not fit.
+        ValueError: a shape or dtype that does not fit.
     """
     batch_size, num_tokens = shape
     past = 0 if cache is None else cache.get_seq_length()
-    for name, tensor in (("position_ids", position_ids), ("document_ids", document_ids)):
-        if tensor is not None and tensor.shape not in ((batch_size, num_tokens), (1, num_tokens)):
-            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: {(batch_size, num_tokens)} is needed")
+    check_cache(cache, batch_size)
+    check_layout((batch_size, num_tokens), past, attention_mask, position_ids, document_ids, flattened.get("seq_idx"))
     if attention_mask is not None:
-        if attention_mask.shape not in ((batch_size, num_tokens), (batch_size, past + num_tokens)):
-            raise ValueError(
-                f"attention_mask has the shape {tuple(attention_mask.shape)}: a padding mask of the shape "
-                f"{(batch_size, num_tokens)}, or with the cached tokens {(batch_size, past + num_tokens)}, is needed"
-            )
         attention_mask = attention_mask[:, -num_tokens:]
-    elif document_ids is None and past == 0:
-        document_ids = flattened_documents(position_ids, num_tokens, flattened)
+    document_ids = find_documents(num_tokens, attention_mask, position_ids, document_ids, past, flattened)
+    if document_ids is None and cache is not None:
+        document_ids = cache.last_segment()
 
     segment_ids = make_segment_ids(attention_mask, document_ids)
     if segment_ids is not None:
         segment_ids = segment_ids.expand(batch_size, num_tokens)
     if cache is not None:
-        segment_ids = cache.append_segments(segment_ids, batch_size, num_tokens)
+        segment_ids = cache.append_segments(segment_ids)
     if position_ids is None:
         if segment_ids is None:
             position_ids = torch.arange(past, past + num_tokens, device=device)[None]
@@ -75,20 +71,57 @@ def resolve_layout(
     return Layout(position_ids, segment_ids)
 
 
-def flattened_documents(position_ids: Tensor | None, num_tokens: int, flattened: Mapping[str, Any]) -> Tensor | None:
-    """The documents of a batch that transformers' `DataCollatorWithFlattening` made, `[1 | B, N]`, or `None`.
+def find_documents(
+    num_tokens: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+    past: int,
+    flattened: Mapping[str, Any],
+) -> Tensor | None:
+    """The documents of a batch, `[1 | B, N]`, or `None` where each row is one, or goes on with the cached tokens'.
 
-    They are read from `seq_idx`, from `cu_seq_lens_q`, or from positions that start again: in a row without a padding
-    mask, a position id of exactly 0 begins a document. Nothing else does; ids with gaps or an offset are one document.
+    They are `document_ids`, else what transformers' `DataCollatorWithFlattening` gives: `seq_idx`, `cu_seq_lens_q`, or
+    positions. A row of positions is packed if it has no padding mask, no cached tokens before it, and consists of
+    nothing but runs 0, 1, 2, ...; ids with gaps, an offset or another order are one document.
 
     Args:
-        position_ids: `[B | 1, N]`, or `None`.
         num_tokens: N.
-        flattened: may hold `seq_idx` `[B, N]` or `cu_seq_lens_q` `[documents + 1]`, the documents' bounds.
+        attention_mask: a padding mask, or `None`.
+        position_ids: `[B | 1, N]`, or `None`.
+        document_ids: `[B | 1, N]`, or `None`.
+        past: number of cached tokens.
+        flattened: may hold `seq_idx` `[B | 1, N]` or `cu_seq_lens_q` `[documents + 1]`, the documents' bounds.
     """
+    if document_ids is not None:
+        return document_ids
     if (seq_idx := flattened.get("seq_idx")) is not None:
         return seq_idx
     if (bounds := flattened.get("cu_seq_lens_q")) is not None:
         columns = torch.arange(num_tokens, device=bounds.device)
         return torch.searchsorted(bounds, columns.to(bounds.dtype), right=True)[None]
-    return None if position_ids is None else (position_ids == 0).long().cumsum(dim=1)
+    if position_ids is None or attention_mask is not None or past:
+        return None
+    starts = position_ids == 0
+    previous = torch.nn.functional.pad(position_ids[:, :-1], (1, 0), value=-1)
+    is_packed = (starts | (position_ids == previous + 1)).all(dim=1, keepdim=True)
+    return starts.long().cumsum(dim=1) * is_packed
+
+
+def predictable_labels(
+    labels: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+    past: int,
+    flattened: Mapping[str, Any],
+) -> Tensor:
+    """`labels` `[B, N]` with -100 for tokens that the token before them cannot predict: padding, tokens that follow
+    padding, and the first token of a document. The other arguments are those of `find_documents`."""
+    num_tokens = labels.shape[1]
+    documents = find_documents(num_tokens, attention_mask, position_ids, document_ids, past, flattened)
+    segments = make_segment_ids(None if attention_mask is None else attention_mask[:, -num_tokens:], documents)
+    if segments is None:
+        return labels
+    kept = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
+    return torch.cat([labels[:, :1], labels[:, 1:].masked_fill(~kept, -100)], dim=1)
