@@ -174,9 +174,13 @@ def _report_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _report(namespace: Namespace) -> int:
-    from tape_pe.report import write_report
+    from tape_pe.report import summary_table, write_report
+    from tape_pe.results import read_results
 
-    print(_refusing(write_report, [Path(run) for run in namespace.runs], Path(namespace.output)))
+    runs = [Path(run) for run in namespace.runs]
+    page = _refusing(write_report, runs, Path(namespace.output))
+    print(summary_table([read_results(run)[-1] for run in runs]))
+    print(f"\n{page}")
     return 0
 
 
