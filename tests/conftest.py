@@ -17,6 +17,7 @@ from tape_pe.options import ModelOptions, RunOptions
 from tape_pe.tasks import Addition
 
 VOCAB_SIZE = 61
+REQUIRED_OPTIONS: dict[str, dict[str, Any]] = {}
 MakeModel = Callable[..., TapeLMForCausalLM]
 
 
@@ -24,6 +25,12 @@ MakeModel = Callable[..., TapeLMForCausalLM]
 def encoding(request: pytest.FixtureRequest) -> str:
     """The name of every registered encoding, in turn."""
     return request.param
+
+
+@pytest.fixture
+def encoding_options(encoding: str) -> dict[str, Any]:
+    """Options that an encoding cannot do without."""
+    return REQUIRED_OPTIONS.get(encoding, {})
 
 
 @pytest.fixture(params=[4, 2], ids=["mha", "gqa"])

@@ -14,6 +14,22 @@ ENCODINGS: dict[str, type[Encoding]] = {
 }
 
 
+def register_encoding(name: str, encoding: type[Encoding]) -> None:
+    """Makes an encoding of your own known by name, as `encoding` of a config, to the decoder and to the `tape` command.
+
+    Check it with `tape_pe.testing`.
+
+    Raises:
+        ValueError: the name is taken.
+        TypeError: `encoding` is not a subclass of `Encoding`.
+    """
+    if name in ENCODINGS:
+        raise ValueError(f"encoding={name!r}: the name is taken by {ENCODINGS[name].__name__}")
+    if not (isinstance(encoding, type) and issubclass(encoding, Encoding)):
+        raise TypeError(f"encoding={encoding!r}: a subclass of Encoding is needed")
+    ENCODINGS[name] = encoding
+
+
 def get_encoding(name: str) -> type[Encoding]:
     """The encoding registered as `name`.
 
