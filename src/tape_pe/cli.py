@@ -197,12 +197,13 @@ def _info(namespace: Namespace) -> int:
     from tape_pe.ops.backends import describe_backends
     from tape_pe.results import library_versions
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backends = _refusing(describe_backends, device)
     for name, version in library_versions().items():
         print(f"{name}: {version}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}")
     print(f"threads: {torch.get_num_threads()}")
-    for name, available, reason, chosen in describe_backends(device):
+    for name, available, reason, chosen in backends:
         state = "chosen" if chosen else "available" if available else "unavailable"
         print(f"backend {name}: {state} ({reason})")
     return 0

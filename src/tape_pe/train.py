@@ -34,6 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
+from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
 from tape_pe.tasks.base import RightPaddingCollator
@@ -151,7 +152,7 @@ def check_run(
     Raises:
         ValueError, FileExistsError, FileNotFoundError: see `train`.
     """
-    training_arguments(options)
+    select_backend(training_arguments(options).device)
     build_config(options.model, options.task.tokenizer())
     run = Path(options.output_dir)
     if resume and overwrite:

@@ -169,6 +169,15 @@ def test_bad_checkpoints_are_refused(change, message):
         load_official(config | change, weights)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_damaged_files_are_refused(tmp_path, name):
+    config, _, _ = released("adape")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / name).write_bytes(b"not weights")
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        import_official(tmp_path, tmp_path / "out")
+
+
 def test_missing_keys_and_nan_are_refused(tmp_path):
     config, weights, _ = released("adape")
     without = {key: value for key, value in config.items() if key != "hidden_size"}

@@ -6,11 +6,13 @@ Only shapes, names and equations of that code are used here; they are recorded w
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -158,12 +160,16 @@ def import_official(checkpoint_dir: str | Path, out_dir: str | Path) -> TapeLMFo
     if not config_file.is_file():
         raise FileNotFoundError(f"checkpoint_dir={str(checkpoint_dir)!r}: holds no config.json")
     state_dict: dict[str, Tensor] = {}
-    if safetensors := sorted(checkpoint_dir.glob("*.safetensors")):
-        for path in safetensors:
-            state_dict |= load_file(path)
-    else:
-        for path in sorted(checkpoint_dir.glob("pytorch_model*.bin")):
-            state_dict |= torch.load(path, map_location="cpu", weights_only=True)
+    files = sorted(checkpoint_dir.glob("*.safetensors")) or sorted(checkpoint_dir.glob("pytorch_model*.bin"))
+    for path in files:
+        try:
+            state_dict |= (
+                load_file(path)
+                if path.suffix == ".safetensors"
+                else torch.load(path, map_location="cpu", weights_only=True)
+            )
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"checkpoint_dir: {path} is damaged, or not a file of weights ({error})") from error
     if not state_dict:
         raise FileNotFoundError(
             f"checkpoint_dir={str(checkpoint_dir)!r}: holds neither *.safetensors nor *.bin weights"
