@@ -18,6 +18,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("tape", {"update_attention": False}),
     ("tape", {"update_mlp": False}),
     ("rope", {"log_scale": 16}),
+    ("randomized", {"base": "learned"}),
+    ("abacus", {"base": "rope", "max_offset": 0}),
 ]
 
 

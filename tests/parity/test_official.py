@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tape_pe.models.official import import_official, load_official
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
-READ = ("adape", "adape_mid", "adamlp", "rope", "rope_linear", "nope")
+READ = ("adape", "adape_mid", "adamlp", "rope", "rope_linear", "nope", "sincos")
 WITH_STATE = ("adape", "adape_mid", "adamlp")
 
 

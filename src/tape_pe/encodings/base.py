@@ -171,6 +171,11 @@ class Encoding(nn.Module):
         """Raises a ValueError if a decoder of these sizes cannot have this encoding."""
 
     @classmethod
+    def options_for(cls, tokenizer: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values` of `encoding_options`, with what follows from a transformers tokenizer filled in."""
+        return dict(values)
+
+    @classmethod
     def layer(cls, sizes: EncodingSizes, options: EncodingOptions, layer_idx: int) -> LayerEncoding:
         """The encoding's part in layer `layer_idx`."""
         return cls.layer_class()

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from tape_pe.encodings.abacus import Abacus
 from tape_pe.encodings.base import Encoding
+from tape_pe.encodings.learned import Learned
 from tape_pe.encodings.nope import NoPE
+from tape_pe.encodings.randomized import Randomized
 from tape_pe.encodings.rope import Rope
+from tape_pe.encodings.sinusoidal import Sinusoidal
 from tape_pe.encodings.tape import Tape
+from tape_pe.encodings.xpos import Xpos
 
 ENCODINGS: dict[str, type[Encoding]] = {
     "tape": Tape,
     "rope": Rope,
     "nope": NoPE,
+    "sinusoidal": Sinusoidal,
+    "learned": Learned,
+    "xpos": Xpos,
+    "randomized": Randomized,
+    "abacus": Abacus,
 }
 
 

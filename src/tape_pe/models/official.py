@@ -27,6 +27,9 @@ ENCODING_OF_RPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "adattention": ("tape", {**_TAPE, "update_mlp": False}),
     "rope": ("rope", {}),
     "nope": ("nope", {}),
+    "sincos": ("sinusoidal", {}),
+    "xpos": ("xpos", {}),
+    "randrope": ("randomized", {}),
 }
 _FREQUENCY_RULES = ("linear", "dynamic")
 # Released names of the position parameters -> ours, within a layer.
