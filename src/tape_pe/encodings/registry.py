@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from tape_pe.encodings.abacus import Abacus
+from tape_pe.encodings.alibi import Alibi
 from tape_pe.encodings.base import Encoding
+from tape_pe.encodings.cope import Cope
+from tape_pe.encodings.fire import Fire
 from tape_pe.encodings.learned import Learned
 from tape_pe.encodings.nope import NoPE
 from tape_pe.encodings.randomized import Randomized
 from tape_pe.encodings.rope import Rope
 from tape_pe.encodings.sinusoidal import Sinusoidal
+from tape_pe.encodings.t5 import T5
 from tape_pe.encodings.tape import Tape
 from tape_pe.encodings.xpos import Xpos
 
@@ -18,8 +22,12 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "nope": NoPE,
     "sinusoidal": Sinusoidal,
     "learned": Learned,
+    "alibi": Alibi,
+    "t5": T5,
+    "fire": Fire,
     "xpos": Xpos,
     "randomized": Randomized,
+    "cope": Cope,
     "abacus": Abacus,
 }
 

@@ -30,6 +30,9 @@ ENCODING_OF_RPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "sincos": ("sinusoidal", {}),
     "xpos": ("xpos", {}),
     "randrope": ("randomized", {}),
+    "alibi": ("alibi", {}),
+    "fire": ("fire", {}),
+    "t5rb": ("t5", {"shared": False}),
 }
 _FREQUENCY_RULES = ("linear", "dynamic")
 # Released names of the position parameters -> ours, within a layer.
@@ -39,6 +42,17 @@ _LAYER_NAMES = {
     "pe.down_proj.weight": "encoding.down",
     "post_attention_linear.weight": "encoding.mix",
 }
+_FIRE_NAMES = {
+    "self_attn.rotary_emb.c": "encoding.c",
+    "self_attn.rotary_emb.L_multiplier": "encoding.length_factor",
+    "self_attn.rotary_emb.mlp.0.weight": "encoding.hidden_weight",
+    "self_attn.rotary_emb.mlp.0.bias": "encoding.hidden_bias",
+    "self_attn.rotary_emb.mlp.2.weight": "encoding.out_weight",
+    "self_attn.rotary_emb.mlp.2.bias": "encoding.out_bias",
+}
+# Constants that the released code stores, and that are options here or follow from the sizes.
+_FIRE_LENGTH = "self_attn.rotary_emb.init_L"
+_CONSTANTS = ("inv_freq", "self_attn.alibi", _FIRE_LENGTH)
 
 
 def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> TapeLMForCausalLM:
@@ -55,7 +69,7 @@ def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -
         ValueError: an `rpe_type` or frequency rule that is not read, a missing key of the config, or weights that are
             missing, unexpected, misshapen or not finite. The message names them.
     """
-    converted_config = _convert_config(config)
+    converted_config = _convert_config(config, state_dict)
     model = TapeLMForCausalLM(converted_config).to(state_dict["model.norm.weight"].dtype)
     weights = _convert_weights(state_dict, converted_config)
     expected = dict(model.named_parameters())
@@ -74,7 +88,7 @@ def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -
     return model.eval()
 
 
-def _convert_config(config: Mapping[str, Any]) -> TapeLMConfig:
+def _convert_config(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> TapeLMConfig:
     rpe_type = config.get("rpe_type")
     if rpe_type not in ENCODING_OF_RPE_TYPE:
         raise ValueError(f"rpe_type={rpe_type!r}: those that are read are {', '.join(ENCODING_OF_RPE_TYPE)}")
@@ -84,6 +98,10 @@ def _convert_config(config: Mapping[str, Any]) -> TapeLMConfig:
         options["position_size"] = _required(config, "position_size")
     if encoding == "rope" and config.get("log_scale"):
         options["log_scale"] = _required(config, "train_scale")
+    if encoding == "fire":
+        options |= _fire_options(state_dict)
+    if encoding == "t5":
+        options |= _t5_options(state_dict, _required(config, "num_attention_heads"))
     rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
     if scaling := config.get("rope_scaling"):
         if scaling.get("type") not in _FREQUENCY_RULES:
@@ -112,6 +130,31 @@ def _convert_config(config: Mapping[str, Any]) -> TapeLMConfig:
     )
 
 
+def _fire_options(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """L0 and the width of the MLP, which the released config does not hold."""
+    lengths = {weight.item() for name, weight in state_dict.items() if name.endswith(_FIRE_LENGTH)}
+    if len(lengths) != 1:
+        raise ValueError(f"state_dict: {_FIRE_LENGTH} has the values {sorted(lengths)}: one for all layers is needed")
+    widths = [weight.shape[0] for name, weight in state_dict.items() if name.endswith("rotary_emb.mlp.0.weight")]
+    return {"initial_length": lengths.pop(), **({"hidden_width": widths[0]} if widths else {})}
+
+
+def _t5_options(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Any]:
+    """The number of buckets, which the released config does not hold; the largest distance is T5's, 128."""
+    tables = [weight for name, weight in state_dict.items() if _is_bucket_table(name, weight, heads)]
+    return {"num_buckets": tables[0].shape[0]} if tables else {}
+
+
+def _is_bucket_table(name: str, weight: Tensor, heads: int) -> bool:
+    """Whether a weight of a `t5rb` checkpoint is a table of buckets, `[num_buckets, H]`.
+
+    No checkpoint of this kind was at hand, so the table's name is not known: it is the one matrix of this shape in a
+    layer's attention that is not a projection.
+    """
+    _, inner = _split_layer(name)
+    return inner.startswith("self_attn.") and "_proj." not in inner and weight.ndim == 2 and weight.shape[1] == heads
+
+
 def _required(config: Mapping[str, Any], name: str) -> Any:
     if name not in config:
         raise ValueError(f"{name}: missing in the released config")
@@ -119,17 +162,24 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> dict[str, Tensor]:
-    """Renames weights; drops stored frequencies, and the last layer's position weights, whose result nobody reads."""
+    """Renames weights; drops stored constants, and the last layer's position weights, whose result nobody reads."""
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
     weights = {}
     for name, weight in state_dict.items():
-        if name.endswith("inv_freq"):
+        if name.endswith(_CONSTANTS):
             continue
         layer, inner = _split_layer(name)
         if inner in _LAYER_NAMES:
             if layer == last_layer:
                 continue
             inner = _LAYER_NAMES[inner]
+        elif config.encoding == "fire" and inner in _FIRE_NAMES:
+            inner = _FIRE_NAMES[inner]
+            weight = weight.reshape(weight.shape or (1,))
+        elif config.encoding == "t5" and _is_bucket_table(name, weight, config.num_attention_heads):
+            inner = "encoding.buckets.table"
+            if layer + inner in weights:
+                raise ValueError(f"state_dict: {name} is a second table of buckets in its layer: one is needed")
         if inner == "encoding.mix":
             # The released layer multiplies head h by sum_e P[h, e]: one scale per head.
             weight = weight.sum(dim=1, keepdim=True)
