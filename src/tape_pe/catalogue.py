@@ -6,16 +6,17 @@ Measured on a decoder of 12 layers x 768 with 12 heads; none of it depends on th
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 import docstring_parser
 import torch
 
-from tape_pe.encodings import EncodingOptions, get_encoding
+from tape_pe.encodings import ENCODINGS, EncodingOptions, get_encoding
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.report.parts import MISSING as NOT_KNOWN
 from tape_pe.report.parts import Cell, Table
@@ -113,6 +114,19 @@ def encoding_facts(name: str, options: Mapping[str, Any] | None = None) -> Encod
     )
 
 
+def describe(names: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> str:
+    """The encodings named, in full, or a table of all; for `options` see `encoding_facts`."""
+    if names:
+        return "\n\n".join(facts_text(encoding_facts(name, options)) for name in names)
+    return facts_table([encoding_facts(name) for name in ENCODINGS])
+
+
+def facts_as_json(names: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> str:
+    """The facts of the encodings named, or of all, as a JSON list of objects with the fields of `EncodingFacts`."""
+    facts = [asdict(encoding_facts(name, options)) for name in names or ENCODINGS]
+    return json.dumps(facts, indent=2, ensure_ascii=False)
+
+
 def option_facts(options_class: type[EncodingOptions]) -> list[OptionFacts]:
     """The fields of a class of options, with what its docstring and those of its parents say of them."""
     descriptions: dict[str, str] = {}
@@ -139,7 +153,7 @@ def facts_table(facts: Sequence[EncodingFacts], width: int | None = None) -> str
     for fact in facts:
         options = [f"{option.name}={option.default}" for option in fact.options]
         if fact.measured_with:
-            options.append(f"(measured with {_inline(fact.measured_with)})")
+            options.append(f"(measured with {', '.join(fact.measured_with)} set)")
         texts = [
             [fact.name],
             _wrapped(f"{fact.summary} {fact.paper}", shares[0]),
