@@ -146,7 +146,7 @@ def option_facts(options_class: type[EncodingOptions]) -> list[OptionFacts]:
 def facts_table(facts: Sequence[EncodingFacts], width: int | None = None) -> str:
     """The facts as text for a terminal of `width` columns, by default the one at hand."""
     width = width or max(100, shutil.get_terminal_size((140, 0)).columns)
-    headers = ["Encoding", "What it is", "Parameters", "Beyond the trained length", "Cost", "Options"]
+    headers = ["Encoding", "What it is", "Parameters", "Beyond training", "Cost", "Options"]
     narrow = max(len(headers[0]), *(len(fact.name) for fact in facts)) + len(headers[2]) + 2 * len(headers)
     shares = [(width - narrow) * share // 100 for share in (28, 21, 25, 26)]
     rows: list[list[Cell]] = []
@@ -166,7 +166,10 @@ def facts_table(facts: Sequence[EncodingFacts], width: int | None = None) -> str
             rows.append([Cell(column[line] if line < len(column) else "") for column in texts])
         rows.append([Cell("")] * len(headers))
     table = plain_text(Table("Encodings", headers, rows[:-1], [False, False, True, False, False, False]))
-    return f"{table}\n\nParameters: added to those of nope, in {_where()}."
+    return (
+        f"{table}\n\nParameters: added to those of nope, in {_where()}.\n"
+        "Beyond training: on texts longer than those trained on. `tape encodings NAME` explains the options."
+    )
 
 
 def facts_text(fact: EncodingFacts, width: int | None = None) -> str:
