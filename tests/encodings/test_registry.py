@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from tape_pe.encodings import ENCODINGS, Encoding, EncodingSizes, LayerEncoding, get_encoding
+from tape_pe.encodings import ENCODINGS, Encoding, EncodingSizes, LayerEncoding, Tokens, get_encoding
 
 SIZES = EncodingSizes(
     hidden_size=32,
@@ -58,15 +58,15 @@ def test_options_are_frozen_and_all_have_defaults(name: str) -> None:
 def test_contract(name: str, batch: int) -> None:
     """Shapes and dtypes of a pass through all layers, as the decoder makes it."""
     encoding, layers = build(name)
-    positions = torch.arange(5).expand(batch, 5)
-    added = encoding.embed(positions)
+    new = Tokens(torch.arange(5).expand(batch, 5), 5)
+    added = encoding.embed(new)
     assert added is None or added.shape[1:] == (5, 32)
-    state = encoding.start(positions)
+    state = encoding.start(new)
     if state is not None:
         assert state.dtype == torch.float32
         assert state.shape[0] in (1, batch)
         assert state.shape[1:3] == (1, 5)
-        assert encoding.start(positions, torch.float64).dtype == torch.float64
+        assert encoding.start(new, torch.float64).dtype == torch.float64
     tokens = torch.randn(batch, 5, 32)
     for layer in layers:
         query, key = layer.rotate(torch.randn(batch, 4, 5, 8), torch.randn(batch, 2, 5, 8), state)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tape_pe.encodings import Tokens
+
 ASKED = ("output_hidden_states", "output_attentions", "output_position_states")
 
 
@@ -31,7 +33,7 @@ def test_shapes(any_model, make_tokens):
     assert out.logits.shape == (2, 9, config.vocab_size)
     assert [tuple(hidden.shape) for hidden in out.hidden_states] == [(2, 9, 32)] * 4
     assert [tuple(weights.shape) for weights in out.attentions] == [(2, 4, 9, 9)] * 3
-    has_state = any_model.model.encoding.start(torch.arange(9)[None]) is not None
+    has_state = any_model.model.encoding.start(Tokens(torch.arange(9)[None], 9)) is not None
     assert len(out.position_states) == (3 if has_state else 0)
     for state in out.position_states:
         assert state.shape[:3] == (2, config.num_key_value_heads, 9)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tape_pe.encodings import Tokens
 from tape_pe.models.official import import_official, load_official
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
@@ -120,7 +121,7 @@ def test_log_scale_multiplies_queries():
     config |= {"log_scale": True, "train_scale": 128}
     model = load_official(config, weights)
     layer = model.model.layers[0]
-    positions = torch.arange(24)[None]
+    positions = Tokens(torch.arange(24)[None], 24)
     query, key = torch.randn(1, 4, 24, 8), torch.randn(1, 4, 24, 8)
     state = model.model.encoding.start(positions)
     plain = load_official(config | {"log_scale": False}, weights)
