@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tape_pe.encodings import EncodingSizes
+from tape_pe.encodings import EncodingSizes, Tokens
 from tape_pe.encodings.rope import Rope, RopeLayer, RopeOptions
 from tape_pe.encodings.tape import Tape, TapeLayer, TapeOptions
 from tape_pe.ops import positional_attention, reference
@@ -42,7 +42,10 @@ def trained(options: TapeOptions) -> TapeLayer:
         ({"head_mixing": "half"}, "encoding_options.head_mixing='half': allowed values are full, diagonal"),
         ({"state_norm": "layer"}, "encoding_options.state_norm='layer': allowed values are none, rms"),
         ({"gate_input": "tokens"}, "encoding_options.gate_input='tokens': allowed values are mlp_output, mlp_input"),
-        ({"gate": "tokens"}, "encoding_options.gate='tokens': encoding='tape' has position_size"),
+        (
+            {"gate": "tokens"},
+            "encoding_options.gate='tokens': encoding='tape' has trainable_frequencies",
+        ),
     ],
 )
 def test_bad_options_are_named(options: dict, message: str) -> None:
@@ -61,7 +64,7 @@ ALL_OPTIONS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_fresh_layer_is_rope_bit_for_bit(dtype: torch.dtype) -> None:
-    positions = torch.arange(7)[None]
+    positions = Tokens(torch.arange(7)[None], 7)
     tensors = {name: x.to(dtype) for name, x in draw().items()}
     query, key, value = (torch.randn(2, h, 7, 8, dtype=dtype) for h in (4, 2, 2))
     for options in ALL_OPTIONS:
@@ -81,7 +84,7 @@ def test_a_fresh_layer_is_rope_bit_for_bit(dtype: torch.dtype) -> None:
 
 def test_a_fresh_layer_with_rms_norm_is_rope_to_rounding() -> None:
     options, tensors = TapeOptions(state_norm="rms"), draw()
-    state = Tape(SIZES, options).start(torch.arange(7)[None])
+    state = Tape(SIZES, options).start(Tokens(torch.arange(7)[None], 7))
     new = Tape.layer(SIZES, options, 0)(state, tensors["averaged_state"], tensors["mlp_input"], tensors["mlp_output"])
     torch.testing.assert_close(new, state.expand_as(new), rtol=0, atol=3e-7)
 

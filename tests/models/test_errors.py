@@ -16,7 +16,7 @@ CONFIGS = {
     "heads and kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads=3: must divide num_attention_heads=4"),
     "hidden size": ({"head_dim": None, "hidden_size": 30}, "hidden_size=30: not a multiple of num_attention_heads=4"),
     "unknown encoding": ({"encoding": "tapee"}, "encoding='tapee': known encodings are .*tape"),
-    "option of tape": ({"encoding_options": {"size": 3}}, "encoding_options.size=3: encoding='tape' has position_size"),
+    "option of tape": ({"encoding_options": {"size": 3}}, "encoding_options.size=3: encoding='tape' has trainable_"),
     "option of nope": ({"encoding": "nope", "encoding_options": {"size": 3}}, "size=3: encoding='nope' has no options"),
     "option out of range": ({"encoding_options": {"position_size": 0}}, "position_size=0: at least 1"),
     "option choice": ({"encoding_options": {"head_mixing": "half"}}, "head_mixing='half': allowed values are full"),

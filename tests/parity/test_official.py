@@ -218,7 +218,7 @@ def test_log_scale_multiplies_queries():
     config |= {"log_scale": True, "train_scale": 128}
     model = load_official(config, weights)
     layer = model.model.layers[0]
-    positions = torch.arange(24)[None]
+    positions = Tokens(torch.arange(24)[None], 24)
     query, key = torch.randn(1, 4, 24, 8), torch.randn(1, 4, 24, 8)
     state = model.model.encoding.start(positions)
     plain = load_official(config | {"log_scale": False}, weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_half_split
 
-from tape_pe.encodings import get_encoding
+from tape_pe.encodings import Tokens, get_encoding
 from tape_pe.models import TapeLMConfig
 from tape_pe.ops import (
     contextualize,
@@ -38,7 +38,9 @@ def test_gpt_neox_1003_holds_for_an_encoding_after_half() -> None:
         kind = get_encoding(name)
         encoding = kind(config.encoding_sizes(), kind.options_class()).half()
         for dtype in (torch.float16, torch.float32):
-            assert (encoding.start(torch.arange(2048)[None], dtype).double() - expected).abs().max() <= 1e-3
+            assert (
+                encoding.start(Tokens(torch.arange(2048)[None], 2048), dtype).double() - expected
+            ).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("head_dim", [1, 7, 33])

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_orig
 import torch
 from torch import Tensor, nn
 
+from tape_pe.ops.masks import segment_starts
+
 
 @dataclass(frozen=True)
 class EncodingSizes:
@@ -57,20 +59,20 @@ class Tokens(NamedTuple):
         return self.position_ids[:, self.position_ids.shape[1] - self.num_new :]
 
     def new_lengths(self) -> Tensor:
-        """For each new token, the length of its segment so far: the position of the segment's last token plus one.
+        """For each new token, the length of its segment so far: the largest position of its real tokens plus one.
+
+        Padding counts to the segment before it.
 
         Returns:
             `[B | 1, N | 1]`.
         """
         if self.segment_ids is None:
             return self.position_ids.amax(dim=1, keepdim=True) + 1
-        num_all = self.segment_ids.shape[1]
-        columns = torch.arange(num_all, device=self.segment_ids.device)
-        following = torch.nn.functional.pad(self.segment_ids[:, 1:], (0, 1), value=-2)
-        ends = columns.where(self.segment_ids != following, num_all)  # [B, Nk], the column where a run ends
-        own_end = ends.flip(1).cummin(dim=1).values.flip(1)
-        lengths = self.position_ids.expand_as(own_end).gather(1, own_end) + 1
-        return lengths[:, num_all - self.num_new :]
+        runs = segment_starts(self.segment_ids).long().cumsum(dim=1)  # [B, Nk], 0 for padding before all segments
+        positions = self.position_ids.expand_as(runs).masked_fill(self.segment_ids < 0, 0)
+        longest = torch.zeros_like(torch.nn.functional.pad(positions, (0, 1)))
+        longest = longest.scatter_reduce(1, runs, positions, "amax")
+        return longest.gather(1, runs[:, runs.shape[1] - self.num_new :]) + 1
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class TapeLMConfig(PreTrainedConfig):
         eos_token_id: id (or ids) of the last token.
         tie_word_embeddings: whether the head shares the weights of the embedding.
         rope_parameters: base and frequency rule as in transformers 5: `{"rope_type": "default",
-            "rope_theta": 10000.0}`, see `tape_pe.ops.rotary_frequencies`.
+            "rope_theta": 10000.0}`, see `tape_pe.ops.rotary_frequencies`. The older `rope_scaling` and `rope_theta`
+            are read too, and `type` for `rope_type`.
         encoding: name of a positional encoding, see `tape_pe.encodings.ENCODINGS`.
         encoding_options: options of that encoding, for example `{"position_size": 48}` for `"tape"`.
 
@@ -104,10 +105,15 @@ class TapeLMConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is not None:
             self.rope_parameters = dict(self.rope_parameters)  # the caller's dictionary stays as it is
+        if kwargs.get("rope_scaling") is not None:
+            kwargs["rope_scaling"] = dict(kwargs["rope_scaling"])
         self.encoding_options = dict(self.encoding_options or {})
         super().__post_init__(**kwargs)
         self.rope_parameters = complete_scaling(self.rope_parameters or {}, self.max_position_embeddings)
         self._check()
+
+    def validate_rope(self) -> None:
+        """Does nothing: `_check` knows more rules than transformers, which would warn of those that it does not."""
 
     def _check(self) -> None:
         sizes = self.encoding_sizes()

@@ -33,12 +33,17 @@ def segment_positions(segment_ids: Tensor) -> Tensor:
     """
     real = segment_ids >= 0
     rank = real.long().cumsum(dim=1) - 1  # index among the row's real tokens
+    first_rank = rank.where(segment_starts(segment_ids), 0).cummax(dim=1).values
+    return (rank - first_rank).where(real, 0)
+
+
+def segment_starts(segment_ids: Tensor) -> Tensor:
+    """Where a segment begins, `[B, N]` booleans: real tokens whose last real token before them has another id."""
+    real = segment_ids >= 0
     columns = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     last_real = columns.where(real, -1).cummax(dim=1).values
     previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)  # last real column before this one
-    starts = real & ((previous < 0) | (segment_ids != segment_ids.gather(1, previous.clamp(min=0))))
-    first_rank = rank.where(starts, 0).cummax(dim=1).values
-    return (rank - first_rank).where(real, 0)
+    return real & ((previous < 0) | (segment_ids != segment_ids.gather(1, previous.clamp(min=0))))
 
 
 def dense_mask(
