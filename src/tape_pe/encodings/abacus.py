@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,11 @@ class Abacus(Encoding):
     tokens.
     """
 
+    summary = "Tells each digit its place within its number."
+    paper = "McLeish et al., arXiv 2405.17399"
+    extrapolates = "yes, numbers up to max_digits"
+    cost = "one addition to the embeddings"
+    example_options: ClassVar[Mapping[str, Any]] = {"digit_token_ids": list(range(10))}
     options_class = AbacusOptions
 
     def __init__(self, sizes: EncodingSizes, options: EncodingOptions) -> None:

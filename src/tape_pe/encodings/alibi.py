@@ -31,6 +31,11 @@ def alibi_slopes(num_heads: int) -> list[float]:
 class Alibi(Encoding):
     """One bias for all layers, the slopes times the distances."""
 
+    summary = "Subtracts from each score a slope per head times the distance."
+    paper = "Press et al., arXiv 2108.12409"
+    extrapolates = "yes; attention fades with distance"
+    cost = "one addition per score"
+
     def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor:
         """-slope_h |i - j|, `[B | 1, H, N, Nk]`; distances are exact before they are converted to `dtype`."""
         distances = relative_positions(distinct_positions(tokens), tokens.num_new).abs().to(dtype)

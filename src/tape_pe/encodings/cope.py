@@ -85,6 +85,10 @@ class CopeLayer(LayerEncoding):
 class Cope(Encoding):
     """CoPE; all of it is in the layers."""
 
+    summary = "Counts positions by the content: gates decide which tokens count."
+    paper = "Golovneva et al., arXiv 2405.18719"
+    extrapolates = "runs at any length; counts stop at max_positions"
+    cost = "a gate, a running sum and a look-up per score and layer"
     options_class = CopeOptions
 
     @classmethod

@@ -103,6 +103,10 @@ class FireLayer(LayerEncoding):
 class Fire(Encoding):
     """FIRE; all of it is in the layers."""
 
+    summary = "Adds to each score an MLP of the distance, relative to the query's position."
+    paper = "Li et al., arXiv 2310.04418"
+    extrapolates = "yes; distances are interpolated into the trained range"
+    cost = "an MLP 1 -> 32 -> H per score and layer"
     options_class = FireOptions
 
     @classmethod

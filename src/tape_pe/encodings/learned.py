@@ -17,6 +17,11 @@ class Learned(Encoding):
     Parameters: `position_embeddings.weight` `[max_position_embeddings, hidden_size]`.
     """
 
+    summary = "Adds a trained row per position to the token embeddings."
+    paper = "Gehring et al., arXiv 1705.03122"
+    extrapolates = "no: bounded by max_position_embeddings"
+    cost = "one addition to the embeddings"
+
     def __init__(self, sizes: EncodingSizes, options: EncodingOptions) -> None:
         super().__init__(sizes, options)
         self.position_embeddings = nn.Embedding(sizes.max_position_embeddings, sizes.hidden_size)

@@ -56,6 +56,10 @@ class Randomized(Encoding):
     Parameters, for `base="learned"`: `position_embeddings.weight` `[bound, hidden_size]`.
     """
 
+    summary = "Trains short texts with random positions of long ones, for RoPE or learned positions."
+    paper = "Ruoss et al., arXiv 2305.16843"
+    extrapolates = "yes, up to eval_size tokens"
+    cost = "a random draw per training step"
     options_class = RandomizedOptions
 
     def __init__(self, sizes: EncodingSizes, options: EncodingOptions) -> None:

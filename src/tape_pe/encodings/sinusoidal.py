@@ -17,6 +17,11 @@ THETA = 10000.0
 class Sinusoidal(Encoding):
     """Adds a fixed table, computed where it is used: there is no longest length, and no dtype that it could take on."""
 
+    summary = "Adds fixed sines and cosines of the position to the token embeddings."
+    paper = "Vaswani et al., arXiv 1706.03762"
+    extrapolates = "runs at any length; gets worse beyond the trained one"
+    cost = "one addition to the embeddings"
+
     def embed(self, tokens: Tokens) -> Tensor:
         """The rows of the new tokens, `[B | 1, N, hidden_size]` in fp64 (fp32 on devices without it)."""
         positions, size = tokens.new_position_ids, self.sizes.hidden_size

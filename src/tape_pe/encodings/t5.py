@@ -130,6 +130,10 @@ class T5Layer(LayerEncoding):
 class T5(Encoding):
     """T5's bias, with one table for all layers or one in each."""
 
+    summary = "Adds to each score a trained number per head and bucket of distances."
+    paper = "Raffel et al., arXiv 1910.10683"
+    extrapolates = "runs at any length; all far distances share one bucket"
+    cost = "one look-up per score"
     options_class = T5Options
 
     def __init__(self, sizes: EncodingSizes, options: EncodingOptions) -> None:

@@ -39,6 +39,10 @@ class XposOptions(RotaryOptions):
 class Xpos(Rotary):
     """A table for queries and one for keys: RoPE's, times factors that are inverse to each other."""
 
+    summary = "RoPE with an exponential decay of far keys."
+    paper = "Sun et al., arXiv 2212.10554"
+    extrapolates = "runs at any length; the decay helps nearby context"
+    cost = "the rotation of queries and keys"
     options_class = XposOptions
 
     def start(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor:
