@@ -125,7 +125,7 @@ def test_command_prints_a_table_of_all(capsys):
 
 def test_command_explains_one(capsys):
     assert main(["encodings", "tape", "--encoding_options.head_mixing", "diagonal"]) == 0
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())  # lines are as long as the terminal is wide
     assert "head_mixing: Literal['full', 'diagonal'] = 'full'" in output
     assert "with head_mixing=diagonal" in output
     assert "parameters: 418,308" in output
@@ -162,6 +162,10 @@ def test_command_draws_a_model(tmp_path, capsys, make_model, monkeypatch):
     page = (tmp_path / "page.html").read_text()
     assert "7 random tokens" in page
     assert "layer 2" in page
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    message = refused(capsys, "--model", "llama", "--picture", "other.html")
+    assert "model is llama, a llama; it must be a tape_lm" in message
     message = refused(capsys, "--model", "model", "--picture", "other.html", "--text", "1+1=")
     assert "text is '1+1='; model model has no tokenizer" in message
     from tape_pe.tasks.characters import character_tokenizer

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tape_pe.encodings import ENCODINGS, get_encoding
-from tape_pe.models import TapeLMForCausalLM
+from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.report import pattern_figures
 from tape_pe.report.html import check_output, template, write_page
 from tape_pe.report.parts import Cell, Panel, Picture, Table
@@ -123,6 +123,8 @@ def write_run_patterns(output: Path, folder: Path, text: str | None = None, leng
     check_length(length)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"model is {folder}; it must be a folder with a model's config.json")
+    if not isinstance(config := AutoConfig.from_pretrained(folder), TapeLMConfig):
+        raise ValueError(f"model is {folder}, a {config.model_type}; it must be a {TapeLMConfig.model_type}")
     model = TapeLMForCausalLM.from_pretrained(folder)
     if text is None:
         generator = torch.Generator().manual_seed(0)
