@@ -12,6 +12,26 @@ def test_encodings(check, encoding, encoding_options):
     check(encoding, encoding_options)
 
 
+# Options that take a path of their own.
+VARIANTS = [
+    ("tape", {"head_mixing": "diagonal", "state_norm": "rms", "gate_input": "mlp_input"}),
+    ("tape", {"trainable_frequencies": True}),
+    ("rope", {"log_scale": 16}),
+    ("randomized", {"base": "learned"}),
+    ("abacus", {"base": "rope", "max_offset": 0, "digit_token_ids": list(range(5, 30))}),
+    ("t5", {"shared": False, "num_buckets": 6, "max_distance": 20}),
+    ("fire", {"hidden_width": 12, "initial_c": 2.0, "initial_length": 4.0}),
+    ("cope", {"max_positions": 4}),
+]
+
+
+@pytest.mark.parametrize("check", ENCODING_CHECKS.values(), ids=ENCODING_CHECKS.keys())
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=lambda value: str(value))
+def test_options(check, name, options):
+    if check.__name__ != "compiles_without_graph_breaks":  # the slowest; options change little in what is traced
+        check(name, options)
+
+
 @pytest.fixture
 def registered():
     """Registers encodings for one test."""
