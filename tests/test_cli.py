@@ -54,6 +54,8 @@ def test_train_evaluate_generate_report(config, capsys):
     assert main(["evaluate", str(run), "--task.pairs_per_cell", "2", "--task.eval_max_digits", "3"]) == 0
     assert "exact_match: 0." in capsys.readouterr().out
     metrics = read_results(run)[0].metrics
+    assert main(["evaluate", "--batch_size", "64", str(run), "--task.pairs_per_cell", "2"]) == 0  # in any order
+    capsys.readouterr()
     assert (metrics["pairs_per_cell"], len(metrics["grid"])) == (2, 3)
     assert main(["generate", str(run), "12+34="]) == 0
     assert len(capsys.readouterr().out.strip()) <= 4

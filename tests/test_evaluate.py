@@ -84,3 +84,34 @@ def test_an_unknown_backend_is_refused_before_work(run, make_options, monkeypatc
     with pytest.raises(ValueError, match="TAPE_BACKEND='abacus': known backends"):
         train(options)
     assert not Path(options.output_dir).exists()
+
+
+@pytest.mark.parametrize("name", ["training.json", "config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
+def test_damaged_files_of_a_run_are_refused(run, name, damage):
+    path = run / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    with pytest.raises((ValueError, FileNotFoundError), match=str(run)):
+        evaluate(run)
+    assert not (run / "results.jsonl").exists()
+
+
+def test_a_model_of_another_kind_is_not_scored(run):
+    config = run / "config.json"
+    config.write_text(config.read_text().replace("tape_lm", "gpt2"))
+    with pytest.raises(ValueError, match="gpt2"):
+        evaluate(run)
+    (run / "config.yaml").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.yaml is not a run's configuration: it lacks model, task, training"):
+        evaluate(run)
+
+
+def test_a_torn_result_line_costs_no_other(run):
+    first = evaluate(run)
+    path = run / "results.jsonl"
+    path.write_text(path.read_text() + path.read_text()[:-40])
+    second = evaluate(run)
+    assert [line.metrics for line in read_results(run)] == [first.metrics, second.metrics]

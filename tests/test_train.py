@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tape_pe.evaluate import evaluate
 from tape_pe.options import ModelOptions, load_options, training_arguments
 from tape_pe.tasks.base import RightPaddingCollator
 from tape_pe.train import RunTrainer, TrainingInterruptedError, build_model, train
@@ -288,3 +289,45 @@ def test_model_options_are_checked_before_anything_is_written(make_options, mode
     with pytest.raises(ValueError, match=message):
         train(options)
     assert not Path(options.output_dir).exists()
+
+
+def test_a_finished_run_that_goes_on_is_unfinished_again(make_options, monkeypatch):
+    run = train(make_options(max_steps=4, save_steps=2))
+    assert (run / "training.json").is_file()
+
+    def interrupt(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tape_pe.train.RunTrainer.training_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_options(max_steps=8, save_steps=2), resume=True)
+    with pytest.raises(FileNotFoundError, match="has not finished training"):
+        evaluate(run)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("save_strategy", "best"),
+        ("lr_scheduler_kwargs", {"foo": 1}),
+        ("optim", "adamw_bnb_8bit"),
+        ("adam_epsilon", -1.0),
+        ("dataloader_num_workers", -1),
+    ],
+)
+def test_training_that_cannot_work_is_refused_before_it_starts(make_options, option, value):
+    options = make_options(**{option: value})
+    with pytest.raises(ValueError, match="training"):
+        train(options)
+    assert not (Path(options.output_dir) / "config.yaml").exists()
+
+
+def test_damaged_or_later_checkpoints_are_refused(make_options):
+    run = train(make_options(max_steps=4, save_steps=4))
+    (run / "training.json").unlink()
+    with pytest.raises(ValueError, match=r"training.max_steps is 2; .*checkpoint-4 has 4 steps already"):
+        train(make_options(max_steps=2, save_steps=4), resume=True)
+    state = run / "checkpoint-4" / "trainer_state.json"
+    state.write_text(state.read_text()[:50])
+    with pytest.raises(ValueError, match=r"checkpoint-4, which is damaged"):
+        train(make_options(max_steps=8, save_steps=4), resume=True)

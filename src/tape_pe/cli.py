@@ -114,7 +114,7 @@ def _train(namespace: Namespace) -> int:
     _refusing(check_run, options, **how)
     _quiet_loading()
     try:
-        run = train(options, **how)
+        run = _refusing(train, options, **how)
     except TrainingInterruptedError as interruption:
         print(f"\nInterrupted: {interruption}\nGo on with: tape train {options.output_dir} --resume", file=sys.stderr)
         return 130
@@ -131,8 +131,10 @@ def _evaluate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("run", type=str, help="The run folder.")
     parser.add_argument("--batch_size", type=int, default=256, help="Prompts decoded together.")
     parser.add_argument("--device", type=str, help="Where to run, such as cpu or cuda; default: the GPU if any.")
-    if arguments and not arguments[0].startswith("-"):
-        task = _refusing(load_options, Path(arguments[0])).task
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    run = next((word for word in words if Path(word).is_dir()), next(iter(arguments), "-"))
+    if not run.startswith("-"):
+        task = _refusing(load_options, Path(run)).task
         hidden = {f.name for f in fields(task)} - set(task.evaluation_options)
         parser.add_class_arguments(type(task), "task", skip=hidden)
         parser.set_defaults({f"task.{name}": getattr(task, name) for name in task.evaluation_options})
@@ -142,10 +144,11 @@ def _evaluate(namespace: Namespace) -> int:
     from tape_pe.evaluate import check_evaluation, evaluate
 
     run = Path(namespace.run)
-    how = {"task_options": namespace.task.as_dict(), "batch_size": namespace.batch_size, "device": namespace.device}
+    task_options = namespace.task.as_dict() if "task" in namespace else {}
+    how = {"task_options": task_options, "batch_size": namespace.batch_size, "device": namespace.device}
     _refusing(check_evaluation, run, **how)
     _quiet_loading()
-    result = evaluate(run, **how)
+    result = _refusing(evaluate, run, **how)
     for name, value in result.metrics.items():
         if not isinstance(value, (list, dict)):
             print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
@@ -236,7 +239,7 @@ def _refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
     """Calls `function`; its complaints about input become a `UsageError`."""
     try:
         return function(*arguments, **options)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
 

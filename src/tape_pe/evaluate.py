@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.ops.backends import select_backend
 from tape_pe.options import RunOptions, load_options
 from tape_pe.results import Result, append_result
 from tape_pe.tasks import Task
 from tape_pe.train import TRAINING_FILE
+
+_TRAINING_FACTS = {
+    "data", "git_revision", "loss_curve", "parameters", "seed", "steps", "tokens", "train_seconds", "versions",
+}  # fmt: skip
 
 
 def load_run(
@@ -30,16 +35,25 @@ def load_run(
 
     Raises:
         FileNotFoundError: `run` is not a run folder, or its training has not finished.
-        ValueError: `device` is not one that torch has here.
+        ValueError: `device` is not one that torch has here, or a file of the run is damaged.
     """
     options = load_options(run)
     path = run / TRAINING_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{run} has not finished training; go on with `tape train {run} --resume`")
-    training = json.loads(path.read_text(encoding="utf-8"))
     target = check_device(device)
-    model = AutoModelForCausalLM.from_pretrained(run).to(target).eval()
-    return options, model, AutoTokenizer.from_pretrained(run), training
+    try:
+        training = json.loads(path.read_text(encoding="utf-8"))
+        if missing := _TRAINING_FACTS - set(training):
+            raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
+        config = AutoConfig.from_pretrained(run)
+        if not isinstance(config, TapeLMConfig):
+            raise ValueError(f"config.json describes a {config.model_type} model")
+        model = TapeLMForCausalLM.from_pretrained(run, config=config)
+        tokenizer = AutoTokenizer.from_pretrained(run)
+    except Exception as error:  # libraries raise all kinds of errors for damaged files
+        raise ValueError(f"{run}: a file of the run is damaged or missing ({error})") from error
+    return options, model.to(target).eval(), tokenizer, training
 
 
 def check_device(device: str | None) -> torch.device:
@@ -51,7 +65,7 @@ def check_device(device: str | None) -> torch.device:
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(name)
-        torch.empty(1, device=target)
+        torch.empty(1, device=target).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device is {name!r}, which cannot be used here: {str(error).splitlines()[0]}") from error
     return target

@@ -31,8 +31,8 @@ HIDDEN_TRAINING_FIELDS = frozenset(FIXED_TRAINING_FIELDS) | {
     "restore_callback_states_from_checkpoint", "save_only_model", "load_best_model_at_end", "enable_jit_checkpoint",
     "auto_find_batch_size", "ignore_data_skip", "data_seed", "do_train", "do_eval", "do_predict", "eval_strategy",
     "eval_on_start", "push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo",
-    "hub_always_push", "hub_revision", "label_names", "length_column_name", "include_for_metrics",
-    "remove_unused_columns",
+    "hub_always_push", "hub_revision", "label_names", "label_smoothing_factor", "length_column_name",
+    "include_for_metrics", "remove_unused_columns",
 }  # fmt: skip
 """Fields that have no place in a run's `training` section: set by the run, or meaningless for it."""
 
@@ -142,6 +142,8 @@ def load_options(run: Path) -> RunOptions:
         raise FileNotFoundError(f"{run} is not a run folder: it has no {CONFIG_FILE}")
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if missing := {"model", "task", "training"} - set(sections):
+            raise ValueError(f"{path} is not a run's configuration: it lacks {', '.join(sorted(missing))}")
         return RunOptions.from_sections({**sections, "output_dir": str(run)})
     except (yaml.YAMLError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a run's configuration: {error}") from error
@@ -184,6 +186,8 @@ def _check_ranges(training: dict[str, Any]) -> None:
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= training.get(name, 0.9) < 1:
             raise ValueError(f"training.{name} is {training[name]}; it must be in [0, 1)")
+    if training.get("save_strategy", "steps") not in ("no", "steps", "epoch"):
+        raise ValueError(f"training.save_strategy is {training['save_strategy']!r}; it must be no, steps or epoch")
     if training.get("bf16") and training.get("fp16"):
         raise ValueError("training.bf16 and training.fp16 are both true; at most one can be")
 

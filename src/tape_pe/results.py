@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from tape_pe.files import write_text
 
 RESULTS_FILE = "results.jsonl"
 
@@ -56,11 +57,9 @@ class Result:
 def append_result(run: Path, result: Result) -> Path:
     """Appends `result` as one line to the run folder's results file and returns the file's path."""
     path = run / RESULTS_FILE
-    line = json.dumps(asdict(result), allow_nan=False)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    complete = text[: text.rfind("\n") + 1]  # without a last line that an interruption cut off
+    write_text(path, complete + json.dumps(asdict(result), allow_nan=False) + "\n")
     return path
 
 
@@ -77,6 +76,8 @@ def read_results(run: Path) -> list[Result]:
     known = {f.name for f in fields(Result)}
     results = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
             values = json.loads(line)
             unknown = sorted(set(values) - known)

@@ -30,6 +30,7 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
@@ -46,7 +47,8 @@ FREE_ON_RESUME = frozenset({
     "max_steps", "save_steps", "save_total_limit", "save_strategy", "report_to", "run_name", "disable_tqdm",
     "log_level", "logging_first_step", "dataloader_num_workers", "dataloader_pin_memory",
 })  # fmt: skip
-"""`training` options that may differ when a run is resumed: none of them changes a step that both would take."""
+"""`training` options that may differ when a run is resumed. `max_steps` is one of them, so that a run can be extended;
+where the learning rate depends on it, the extended run is not the one that would have been longer from its start."""
 
 
 class TrainingInterruptedError(Exception):
@@ -114,21 +116,27 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
         shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True, exist_ok=True)
     remove_staging_folders(run)
-    options.save(run)
 
     tokenizer = options.task.tokenizer()
     model = build_model(options.model, tokenizer, arguments.seed)
     size = (
         arguments.max_steps * arguments.gradient_accumulation_steps * arguments.train_batch_size * arguments.world_size
     )
-    trainer = RunTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=options.task.training_dataset(arguments.seed, size),
-        data_collator=RightPaddingCollator(tokenizer.pad_token_id),
-        processing_class=tokenizer,
-        callbacks=_tensorboard_callbacks(arguments, run),
-    )
+    try:
+        trainer = RunTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=options.task.training_dataset(arguments.seed, size),
+            data_collator=RightPaddingCollator(tokenizer.pad_token_id),
+            processing_class=tokenizer,
+            callbacks=_tensorboard_callbacks(arguments, run),
+        )
+        trainer.create_optimizer_and_scheduler(arguments.max_steps)
+        trainer.get_train_dataloader()
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"training: {error}") from error
+    (run / TRAINING_FILE).unlink(missing_ok=True)  # of a finished run that now goes on
+    options.save(run)
     with StopOnSignal() as stop:
         trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -159,20 +167,36 @@ def check_run(
         raise ValueError("resume and overwrite are both set; at most one can be")
     if run.exists() and not run.is_dir():
         raise FileExistsError(f"output_dir is {run}, which is a file; it must name a folder")
-    if run.is_dir() and any(run.iterdir()):
+    if run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir()):
         if not (run / CONFIG_FILE).is_file():
             raise FileExistsError(f"output_dir is {run}, which holds files that are not a run's; choose another folder")
-        old = load_options(run)
         if not resume and not overwrite:
             raise FileExistsError(f"output_dir is {run}, which holds a run already; use --resume or --overwrite")
         if resume:
-            _check_same_run(old, options)
+            _check_same_run(load_options(run), options)
     if isinstance(resume, (str, os.PathLike)):
         if not (Path(resume) / PROGRESS_FILE).is_file():
             raise FileNotFoundError(f"checkpoint is {resume}, which is not a checkpoint of a run")
-        return Path(resume)
-    found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
-    return Path(found) if found else None
+        found: str | os.PathLike[str] | None = resume
+    else:
+        found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
+    if found is None:
+        return None
+    _check_checkpoint(Path(found), options)
+    return Path(found)
+
+
+def _check_checkpoint(checkpoint: Path, options: RunOptions) -> None:
+    """Raises ValueError for a checkpoint that is damaged, or beyond the end of the training that resumes from it."""
+    try:
+        steps = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))["steps"]
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint is {checkpoint}, which is damaged ({error!r}); give another one") from error
+    if steps > options.training["max_steps"]:
+        raise ValueError(
+            f"training.max_steps is {options.training['max_steps']}; {checkpoint} has {steps} steps already"
+        )
 
 
 def _check_same_run(old: RunOptions, new: RunOptions) -> None:

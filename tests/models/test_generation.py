@@ -172,3 +172,15 @@ def test_documents_count_their_own_positions(make_model, make_tokens, generate, 
 def test_other_caches_are_refused(make_model, make_tokens, generate, implementation):
     with pytest.raises(ValueError, match=f"cache_implementation='?{implementation}"):
         generate(make_model("tape"), make_tokens(1, 3), cache_implementation=implementation)
+
+
+@pytest.mark.parametrize("use_cache", [None, True])
+def test_generation_uses_the_cache_unless_told_not_to(make_model, make_tokens, use_cache):
+    model, tokens = make_model("tape"), make_tokens(1, 5)
+    lengths = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    model.generation_config.use_cache = use_cache
+    model.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert lengths == [5, 1, 1]

@@ -215,3 +215,10 @@ def test_documents_in_chunks(model, documents):
         pieces = zip(input_ids.split(4, dim=1), DOCUMENT_IDS.split(4, dim=1), strict=True)
         actual = torch.cat([model(ids, document_ids=doc, cache=cache).logits for ids, doc in pieces], dim=1)
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_positions_that_are_all_zero_are_one_document(make_model, make_tokens):
+    model, tokens = make_model("nope"), make_tokens(1, 6)
+    with torch.no_grad():
+        zero = model(tokens, position_ids=torch.zeros(1, 6, dtype=torch.long)).logits
+        torch.testing.assert_close(zero, model(tokens).logits)

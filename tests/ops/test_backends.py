@@ -95,3 +95,15 @@ def test_describe_backends_gives_the_reason_of_those_that_cannot_run() -> None:
 def test_describe_backends_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "reference")
     assert [report.name for report in describe_backends() if report.chosen] == ["reference"]
+
+
+def test_forward_mode_is_refused_where_it_would_be_zero():
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+
+    def output(v: torch.Tensor, backend: str) -> torch.Tensor:
+        return positional_attention(query, key, v, backend=backend).output
+
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda v: output(v, "blockwise"), (value,), (value,))
+    _, tangent = torch.func.jvp(lambda v: output(v, "reference"), (value,), (value,))
+    torch.testing.assert_close(tangent, output(value, "reference"))  # linear in the values

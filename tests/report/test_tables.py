@@ -67,3 +67,11 @@ def test_texts():
 
 def test_flat():
     assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "d": [1]}
+
+
+def test_what_follows_from_the_seed_does_not_part_seeds(result):
+    runs = [Run(f"r{index}", result(seed=index)) for index in range(2)]
+    for index, run in enumerate(runs):
+        run.result.config["data"] = {"samples": 100, "redrawn": index}
+        run.result.config["output_dir"] = f"runs/{index}"
+    assert [len(group) for group in variants(runs).values()] == [2]

@@ -70,9 +70,9 @@ def check_layout(
         raise ValueError("attention_mask holds negative numbers: 1 for real tokens and 0 for padding are needed")
 
 
-def check_labels(labels: Tensor, shape: tuple[int, int], logits_to_keep: int | Tensor) -> None:
+def check_labels(labels: Tensor, shape: torch.Size | None, logits_to_keep: int | Tensor) -> None:
     """`labels` of the shape `(B, N)` of the tokens, and logits for all of them."""
-    if labels.shape != shape:
+    if shape is not None and labels.shape != shape:
         raise ValueError(f"labels has the shape {tuple(labels.shape)}: that of the tokens, {tuple(shape)}, is needed")
     if not isinstance(logits_to_keep, int) or logits_to_keep:
         raise ValueError(f"logits_to_keep={logits_to_keep}: labels need all logits")

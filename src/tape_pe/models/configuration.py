@@ -3,6 +3,7 @@
 # Annotations stay objects here (no `from __future__ import annotations`): `strict` checks values against them, but
 # checks nothing where they are strings.
 
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -63,7 +64,7 @@ class TapeLMConfig(PreTrainedConfig):
     """
 
     model_type = "tape_lm"
-    keys_to_ignore_at_inference = ("cache", "position_states")
+    keys_to_ignore_at_inference = ["cache", "position_states"]  # noqa: RUF012  (Trainer adds a list to it)
 
     vocab_size: int = 32000
     hidden_size: int = 768
@@ -130,6 +131,9 @@ class TapeLMConfig(PreTrainedConfig):
             )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id}: not a token of vocab_size={self.vocab_size}")
+        for name, value in (("initializer_range", self.initializer_range), ("rms_norm_eps", self.rms_norm_eps)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value}: a positive number is needed")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r}: known activations are {', '.join(ACT2FN)}")
         check_scaling(sizes.rope_parameters)

@@ -313,6 +313,9 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
         Raises:
             ValueError: arguments that contradict each other or have the wrong shape.
         """
+        if labels is not None:
+            given = inputs_embeds if input_ids is None else input_ids
+            check_labels(labels, None if given is None else given.shape[:2], logits_to_keep)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -330,7 +333,6 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            check_labels(labels, outputs.last_hidden_state.shape[:2], logits_to_keep)
             past = 0 if outputs.cache is None else outputs.cache.get_seq_length() - labels.shape[1]
             labels = predictable_labels(labels, attention_mask, position_ids, document_ids, past, kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

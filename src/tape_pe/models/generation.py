@@ -63,5 +63,5 @@ class TapeGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"cache_implementation={implementation!r}: position states need a TapeCache, which is dynamic"
             )
-        if generation_config.use_cache and model_kwargs.get("cache") is None:
+        if generation_config.use_cache is not False and model_kwargs.get("cache") is None:
             model_kwargs["cache"] = TapeCache()

@@ -104,7 +104,10 @@ def find_documents(
         return None
     starts = position_ids == 0
     previous = torch.nn.functional.pad(position_ids[:, :-1], (1, 0), value=-1)
-    is_packed = (starts | (position_ids == previous + 1)).all(dim=1, keepdim=True)
+    runs = starts | (position_ids == previous + 1)
+    is_packed = runs.all(dim=1, keepdim=True) & (position_ids > 0).any(
+        dim=1, keepdim=True
+    )  # all zeros are one document
     return starts.long().cumsum(dim=1) * is_packed
 
 

@@ -87,6 +87,8 @@ def _check_shapes(
         raise ValueError("query has 0 tokens: at least one is needed")
     if num_queries > num_keys:
         raise ValueError(f"query has {num_queries} tokens: more than the {num_keys} of key, of which they are the last")
+    if not query.is_floating_point():
+        raise ValueError(f"query has the dtype {query.dtype}: floating-point numbers are needed")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}: not equal"

@@ -13,7 +13,8 @@ from tape_pe.results import Result
 
 TASK_REPORTS: dict[str, TaskReport] = {"addition": addition.REPORT}  # a further task adds its line here
 NOT_SET = "not set"
-NOT_A_VARIANT = {"seed", "name", "run", "output", "output_dir"}  # keys that do not make two configurations different
+# Keys that do not make two configurations different; how many samples were drawn again follows from the seed.
+NOT_A_VARIANT = {"seed", "name", "run", "output", "output_dir", "redrawn"}
 
 
 def task_report(task: str) -> TaskReport:

@@ -53,7 +53,7 @@ class Addition(Task):
             value = getattr(self, name)
             if value is None and name == "eval_max_digits":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
                 raise ValueError(f"task.{name} is {value!r}; it must be an integer of at least {least}")
 
     @property

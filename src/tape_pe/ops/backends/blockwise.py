@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 # Scores of one chunk: 1 MiB in fp32, which stays in the L2 cache.
@@ -34,6 +35,8 @@ def attention(
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """See `tape_pe.ops.positional_attention`. Half-precision inputs are computed in fp32."""
+    if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in (query, key, value, state) if tensor is not None):
+        raise NotImplementedError("blockwise has no forward-mode derivatives, which backend='reference' has")
     if bias is not None:
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     output, averaged = torch.ops.tape_pe.blockwise_attention(query, key, value, state, segment_ids, bias, causal, scale)
