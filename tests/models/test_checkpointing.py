@@ -100,3 +100,25 @@ def test_gradient_accumulation_over_unequal_rows(make_model, make_tokens, gradie
             total[name] += grad
     for name, grad in expected.items():
         torch.testing.assert_close(total[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_loss(any_model, make_tokens, gradients):
+    """In fp64, against the change of the loss along a random direction for each parameter: nothing is detached."""
+    model, input_ids = any_model.double(), make_tokens(2, 9)
+
+    def loss():  # that of the model would round logits to fp32
+        logits = model(input_ids, document_ids=torch.tensor([[0] * 5 + [1] * 4])).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+
+    grads = gradients(model, loss())
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        losses = []
+        with torch.no_grad():
+            for step in (1e-5, -1e-5):
+                parameter += step * direction
+                losses.append(loss().item())
+                parameter -= step * direction
+        expected = (losses[0] - losses[1]) / 2e-5
+        assert (grads[name] * direction).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-7), name
