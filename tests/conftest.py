@@ -17,6 +17,8 @@ from tape_pe.options import ModelOptions, RunOptions
 from tape_pe.tasks import Addition
 
 VOCAB_SIZE = 61
+# Options that an encoding cannot do without. Two tokens of three are digits, so that there are long numbers.
+NEEDED_OPTIONS: dict[str, dict[str, Any]] = {"abacus": {"digit_token_ids": list(range(5, 45))}}
 MakeModel = Callable[..., TapeLMForCausalLM]
 
 
@@ -24,6 +26,12 @@ MakeModel = Callable[..., TapeLMForCausalLM]
 def encoding(request: pytest.FixtureRequest) -> str:
     """The name of every registered encoding, in turn."""
     return request.param
+
+
+@pytest.fixture
+def encoding_options(encoding: str) -> dict[str, Any]:
+    """Options that an encoding cannot do without."""
+    return NEEDED_OPTIONS.get(encoding, {})
 
 
 @pytest.fixture(params=[4, 2], ids=["mha", "gqa"])
@@ -48,6 +56,8 @@ def make_config() -> Callable[..., TapeLMConfig]:
             "max_position_embeddings": 512,
             "encoding": encoding,
         }
+        if encoding in NEEDED_OPTIONS:
+            changes["encoding_options"] = {**NEEDED_OPTIONS[encoding], **(changes.get("encoding_options") or {})}
         return TapeLMConfig(**{**sizes, **changes})
 
     return make
@@ -109,6 +119,23 @@ def gradients() -> Callable[[torch.nn.Module, Tensor], dict[str, Tensor]]:
         return {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
     return compute
+
+
+@pytest.fixture
+def token_embeddings() -> Callable[[TapeLMForCausalLM], list[Tensor]]:
+    """A list that collects the token embeddings of later calls, each a leaf that takes a gradient."""
+
+    def collect(model: TapeLMForCausalLM) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def cut(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+            seen.append(output.detach().requires_grad_())
+            return seen[-1]
+
+        model.get_input_embeddings().register_forward_hook(cut)
+        return seen
+
+    return collect
 
 
 @pytest.fixture

@@ -67,3 +67,20 @@ def test_what_cannot_be_evaluated(run, tmp_path):
     (run / "training.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has not finished training; go on with `tape train .*run --resume`"):
         evaluate(run)
+
+
+def test_damaged_weights_are_named(run):
+    weights = run / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="a file of weights is damaged"):
+        evaluate(run)
+
+
+def test_an_unknown_backend_is_refused_before_work(run, make_options, monkeypatch):
+    monkeypatch.setenv("TAPE_BACKEND", "abacus")
+    with pytest.raises(ValueError, match="TAPE_BACKEND='abacus': known backends"):
+        evaluate(run)
+    options = make_options("other")
+    with pytest.raises(ValueError, match="TAPE_BACKEND='abacus': known backends"):
+        train(options)
+    assert not Path(options.output_dir).exists()

@@ -91,6 +91,18 @@ def test_resumed_run_equals_uninterrupted_run(make_options, accumulation):
     assert record(run)["train_seconds"] > before, "parts are added up"
 
 
+@pytest.mark.parametrize("encoding", ["randomized", "abacus"])
+def test_encodings_that_draw_positions_draw_the_same_after_resuming(make_options, encoding):
+    model = dataclasses.replace(make_options().model, encoding=encoding)
+    straight = train(dataclasses.replace(make_options("straight"), model=model))
+    options = dataclasses.replace(make_options("resumed"), model=model)
+    run = train(options)
+    keep_checkpoint_only(run, "checkpoint-10")
+    train(options, resume=True)
+    assert_same_run(straight, run)
+    assert options.task.score(AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run))
+
+
 def test_resume_from_a_given_checkpoint(make_options):
     straight = train(make_options("straight", save_steps=5))
     options = make_options("run", save_steps=5)

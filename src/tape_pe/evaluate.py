@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tape_pe.ops.backends import select_backend
 from tape_pe.options import RunOptions, load_options
 from tape_pe.results import Result, append_result
 from tape_pe.tasks import Task
@@ -72,7 +73,7 @@ def check_evaluation(
     task = load_options(run).task.with_evaluation_options(task_options or {})
     if not (run / TRAINING_FILE).is_file():
         raise FileNotFoundError(f"{run} has not finished training; go on with `tape train {run} --resume`")
-    check_device(device)
+    select_backend(check_device(device))
     return task
 
 

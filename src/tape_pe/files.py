@@ -15,8 +15,11 @@ from typing import Any
 def write_text(path: Path, text: str) -> None:
     """Writes or replaces a UTF-8 text file."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -32,8 +32,10 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
+from tape_pe.encodings import get_encoding
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
+from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
 from tape_pe.tasks.base import RightPaddingCollator
@@ -68,8 +70,12 @@ def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> T
         ValueError: an unknown encoding or option, or sizes that do not fit together; the message names the key.
     """
     try:
+        values = asdict(options)
+        values["encoding_options"] = get_encoding(options.encoding).options_for(
+            tokenizer, options.encoding_options or {}
+        )
         return TapeLMConfig(
-            **asdict(options),
+            **values,
             vocab_size=len(tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
@@ -151,7 +157,7 @@ def check_run(
     Raises:
         ValueError, FileExistsError, FileNotFoundError: see `train`.
     """
-    training_arguments(options)
+    select_backend(training_arguments(options).device)
     build_config(options.model, options.task.tokenizer())
     run = Path(options.output_dir)
     if resume and overwrite:

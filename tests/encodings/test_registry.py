@@ -19,13 +19,14 @@ SIZES = EncodingSizes(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     initializer_range=0.02,
 )
+NEEDED_OPTIONS = {"abacus": {"digit_token_ids": [3, 4]}}
 every = pytest.mark.parametrize("name", ENCODINGS)
 
 
 def build(name: str, **options: object) -> tuple[Encoding, list[LayerEncoding]]:
     """The encoding of a model and of its layers."""
     kind = get_encoding(name)
-    parsed = kind.options_class.from_dict(name, options)
+    parsed = kind.options_class.from_dict(name, NEEDED_OPTIONS.get(name, {}) | options)
     kind.check(SIZES, parsed)
     return kind(SIZES, parsed), [kind.layer(SIZES, parsed, idx) for idx in range(SIZES.num_hidden_layers)]
 
@@ -58,22 +59,22 @@ def test_options_are_frozen_and_all_have_defaults(name: str) -> None:
 def test_contract(name: str, batch: int) -> None:
     """Shapes and dtypes of a pass through all layers, as the decoder makes it."""
     encoding, layers = build(name)
-    new = Tokens(torch.arange(5).expand(batch, 5), 5)
-    added = encoding.embed(new)
+    tokens = Tokens(torch.arange(5).expand(batch, 5), 5, input_ids=torch.arange(5).expand(batch, 5))
+    added = encoding.embed(tokens)
     assert added is None or added.shape[1:] == (5, 32)
-    state = encoding.start(new)
+    state = encoding.start(tokens)
     if state is not None:
         assert state.dtype == torch.float32
         assert state.shape[0] in (1, batch)
         assert state.shape[1:3] == (1, 5)
-        assert encoding.start(new, torch.float64).dtype == torch.float64
-    tokens = torch.randn(batch, 5, 32)
+        assert encoding.start(tokens, torch.float64).dtype == torch.float64
+    hidden_states = torch.randn(batch, 5, 32)
     for layer in layers:
         query, key = layer.rotate(torch.randn(batch, 4, 5, 8), torch.randn(batch, 2, 5, 8), state)
         assert query.shape == (batch, 4, 5, 8)
         assert key.shape == (batch, 2, 5, 8)
         averaged = torch.randn(batch, 4, 5, 8) if layer.averages_state else None
-        state = layer(state, averaged, tokens, tokens)
+        state = layer(state, averaged, hidden_states, hidden_states)
         assert state is None or state.shape[2] == 5
 
 

@@ -18,12 +18,8 @@ SIZES = EncodingSizes(32, 4, 2, 8, 3, 64, {"rope_type": "default", "rope_theta":
 
 def draw(batch: int = 2, tokens: int = 7) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "state": (2, tokens, 8),
-        "averaged_state": (4, tokens, 8),
-        "mlp_input": (tokens, 32),
-        "mlp_output": (tokens, 32),
-    }
+    shapes = {"state": (2, tokens, 8), "averaged_state": (4, tokens, 8)}
+    shapes |= dict.fromkeys(("mlp_input", "mlp_output"), (tokens, 32))
     return {name: torch.randn(batch, *shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -59,16 +55,9 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 
 
 ALL_OPTIONS = [
-    TapeOptions(
-        update_attention=attention,
-        update_mlp=mlp,
-        head_mixing=mixing,
-        state_norm=norm,
-        gate_input=gate,
-        position_size=size,
-    )
-    for attention, mlp, mixing, norm, gate, size in itertools.product(
-        (True, False), (True, False), ("full", "diagonal"), ("none", "rms"), ("mlp_output", "mlp_input"), (None, 5)
+    TapeOptions(size, attention, mlp, mixing, norm, gate)
+    for size, attention, mlp, mixing, norm, gate in itertools.product(
+        (None, 5), (True, False), (True, False), ("full", "diagonal"), ("none", "rms"), ("mlp_output", "mlp_input")
     )
 ]
 
@@ -131,7 +120,7 @@ def test_layers_compute_the_reference_update(options: TapeOptions) -> None:
         (TapeOptions(), {"mix": (2, 4), "gate_proj.weight": (8, 32), "up": (8, 2), "down": (2, 8)}),
         (TapeOptions(head_mixing="diagonal", update_mlp=False), {"mix": (2, 2)}),
         (
-            TapeOptions(update_attention=False, position_size=3),
+            TapeOptions(3, update_attention=False),
             {"gate_proj.weight": (3, 32), "up": (3, 2), "down": (2, 3)},
         ),
     ],

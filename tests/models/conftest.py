@@ -21,6 +21,11 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("tape", {"structure": "channels"}),
     ("tape", {"structure": "unstructured", "head_mixing": "diagonal", "state_norm": "rms"}),
     ("rope", {"log_scale": 16}),
+    ("randomized", {"base": "learned"}),
+    ("abacus", {"base": "rope", "max_offset": 0}),
+    ("t5", {"shared": False, "num_buckets": 6, "max_distance": 20}),
+    ("fire", {"hidden_width": 12, "initial_c": 2.0, "initial_length": 4.0}),
+    ("cope", {"max_positions": 4}),
 ]
 
 

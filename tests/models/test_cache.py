@@ -208,7 +208,7 @@ def test_gradients_pass_through_a_cache(make_model, make_tokens):
     """A cache filled while gradients are on can be used in training: its gradients reach the cached tokens."""
     model = make_model("tape", 2).train()
     input_ids = make_tokens(1, 6)
-    cache = model(input_ids[:, :3]).cache
+    cache = model(input_ids[:, :3], use_cache=True).cache
     model(input_ids[:, 3:], cache=cache).logits.sum().backward()
     split = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()

@@ -144,6 +144,10 @@ def test_logits_to_keep(model, make_tokens):
 def test_inputs_embeds(model, make_tokens):
     input_ids = make_tokens(2, 9)
     embeds = model.get_input_embeddings()(input_ids)
+    if model.config.encoding == "abacus":  # it reads digits
+        with pytest.raises(ValueError, match="inputs_embeds: encoding='abacus'"):
+            model(inputs_embeds=embeds)
+        return
     assert torch.equal(model(inputs_embeds=embeds).logits, model(input_ids).logits)
 
 
@@ -165,7 +169,7 @@ def test_rows_are_independent(any_model, make_tokens, run_row, assert_same):
     assert_same(run_row(any_model, input_ids[1:2]), run_row(any_model, input_ids, 1))
 
 
-@pytest.mark.parametrize("name", ["tape", "rope", "nope"])
+@pytest.mark.parametrize("name", ["tape", "rope", "nope", "alibi", "t5", "cope"])
 def test_shift_of_all_positions(make_model, kv_heads, make_tokens, name):
     """Relative encodings do not see where a text stands."""
     model, input_ids = make_model(name, kv_heads), make_tokens(2, 40)
@@ -178,10 +182,10 @@ def test_shift_of_all_positions(make_model, kv_heads, make_tokens, name):
 
 def test_positions_are_felt(make_model, make_tokens):
     """Else the test above would pass with positions ignored."""
-    for name in ("tape", "rope"):
+    for name in ("tape", "rope", "alibi", "t5", "fire"):
         model, input_ids = make_model(name), make_tokens(1, 6)
         spread = model(input_ids, position_ids=torch.tensor([[0, 3, 4, 9, 20, 21]])).logits
-        assert (spread - model(input_ids).logits).abs().max() > 0.1
+        assert (spread - model(input_ids).logits).abs().max() > 0.05
 
 
 def test_backends_agree(model, make_tokens, monkeypatch, run_row, assert_same):

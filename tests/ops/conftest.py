@@ -59,7 +59,7 @@ def _segments(mask: str, batch: int, tokens: int, generator: torch.Generator) ->
     documents = torch.rand(batch, tokens, generator=generator).lt(0.2).long().cumsum(dim=1)
     if mask == "dead rows":  # padding anywhere
         return torch.rand(batch, tokens, generator=generator).gt(0.4).long() - 1
-    if mask == "left":
+    if mask.endswith("left"):
         return (columns >= padding).long() - 1
     if mask == "right":
         return (columns < tokens - padding).long() - 1

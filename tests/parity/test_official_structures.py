@@ -258,6 +258,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"missing weights.*frequency_shift"):
         load_official(config, weights)
     config, weights, _ = released("adatensor")
+    narrow = {"model.layers.0.pe.up_projs.1.weight": torch.zeros(7, 4)}
+    with pytest.raises(ValueError, match=r"parts of model\.layers\.0\.encoding\.up have the shapes"):
+        load_official(config, weights | narrow)
     del weights["model.layers.0.pe.up_projs.1.weight"]
     with pytest.raises(ValueError, match=r"misshapen weights.*encoding\.up"):
         load_official(config, weights)

@@ -184,10 +184,10 @@ def test_output_is_complete_or_absent(make_run, tmp_path, monkeypatch):
     assert [path.name for path in output.parent.iterdir()] == ["report.html"]
     before = output.read_bytes()
 
-    def fail(self: Path, target: Path) -> Path:
+    def fail(source: Path, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr("tape_pe.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report([make_run("b")], output)
     assert output.read_bytes() == before

@@ -156,10 +156,21 @@ class Encoding(nn.Module):
     """The part of an encoding that belongs to the whole model. This class does nothing: NoPE.
 
     Attributes:
-        options_class: dataclass of the options.
+        summary: what it does, in one sentence; if empty, the first paragraph of the class's docstring is shown.
+        paper: authors and address, as in "Su et al., arXiv 2104.09864"; empty if there is none.
+        extrapolates: whether it serves texts longer than those trained on, in a short phrase; empty if not known.
+        cost: the work that it adds, in a short phrase; how many states it caches and which biases it builds is
+            measured (`tape_pe.catalogue`) and need not be said.
+        example_options: options to measure it with, where it cannot be built without any.
+        options_class: dataclass of the options; its docstring describes each of them under `Attributes:`.
         layer_class: what `layer` builds.
     """
 
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    extrapolates: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
+    example_options: ClassVar[Mapping[str, Any]] = {}
     options_class: ClassVar[type[EncodingOptions]] = EncodingOptions
     layer_class: ClassVar[type[LayerEncoding]] = LayerEncoding
 
@@ -171,6 +182,11 @@ class Encoding(nn.Module):
     @classmethod
     def check(cls, sizes: EncodingSizes, options: EncodingOptions) -> None:
         """Raises a ValueError if a decoder of these sizes cannot have this encoding."""
+
+    @classmethod
+    def options_for(cls, tokenizer: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values` of `encoding_options`, with what follows from a transformers tokenizer filled in."""
+        return dict(values)
 
     @classmethod
     def layer(cls, sizes: EncodingSizes, options: EncodingOptions, layer_idx: int) -> LayerEncoding:

@@ -98,6 +98,10 @@ class Rotary(Encoding):
 class Rope(Rotary):
     """RoPE."""
 
+    summary = "Rotates queries and keys by angles proportional to their positions."
+    paper = "Su et al., arXiv 2104.09864"
+    extrapolates = "runs at any length; gets worse soon beyond the trained one, later with a frequency rule"
+    cost = "a rotation of queries and keys in each layer"
     options_class = RopeOptions
 
     def start(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -202,6 +202,10 @@ LAYERS: dict[Structure, type[TapeLayer]] = {
 class Tape(Rotary):
     """The start state of RoPE, updated by every layer but the last: nobody reads that one's new state."""
 
+    summary = "RoPE whose states every layer updates from what their tokens attended to and from the tokens' content."
+    paper = "Zhu et al., ICML 2025, arXiv 2501.00712"
+    extrapolates = "runs at any length; how well beyond the trained one depends on task and seed"
+    cost = "RoPE's rotation; in each layer a second attention average, its mixing over heads, and a small MLP"
     options_class = TapeOptions
 
     @classmethod

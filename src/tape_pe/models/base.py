@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -39,11 +40,15 @@ class TapeLMPreTrainedModel(PreTrainedModel):
         """As in transformers, but refuses weights that are missing, unexpected, misshapen, or not finite.
 
         Raises:
-            ValueError: the checkpoint does not hold exactly the weights of the model, or one holds NaN or infinity.
+            ValueError: the checkpoint does not hold exactly the weights of the model, one holds NaN or infinity, or a
+                file is damaged.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)  # raised below, with their names
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"{pretrained_model_name_or_path}: a file of weights is damaged ({error})") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys := sorted(str(key) for key in info.get(kind, ())):
                 raise ValueError(f"{pretrained_model_name_or_path}: {kind.replace('_', ' ')} in the checkpoint: {keys}")

@@ -93,28 +93,32 @@ class TapeCache(Cache):
             self.layers.append(TapeCacheLayer())
         return self.layers[layer_idx].append(key, value, state)
 
-    def append_tokens(self, new: Tokens, batch_size: int) -> Tokens:
-        """Adds what is known of new tokens (before any layer has added them) and returns that of all tokens."""
+    def join_tokens(self, new: Tokens, batch_size: int) -> Tokens:
+        """The cached tokens followed by new ones, whose positions and ids may be one row for all `batch_size` rows.
+
+        The cache stays as it is until `remember`: what an encoding refuses must leave no trace.
+        """
         past = self.get_seq_length()
-        num_all = past + new.num_new
 
         def joined(cached: Tensor | None, added: Tensor) -> Tensor:
             added = added.expand(batch_size, -1)
             return added if not past or cached is None else torch.cat([cached, added], dim=1)
 
-        self.position_ids = joined(self.position_ids, new.position_ids)
-        if new.segment_ids is None:
-            self.segment_ids = None
-        else:
-            if past and self.segment_ids is None:
-                self.segment_ids = new.segment_ids.new_zeros(batch_size, past)
-            self.segment_ids = joined(self.segment_ids, new.segment_ids)
-        if new.input_ids is None or (past and self.input_ids is None):
-            self.input_ids = None
-        else:
-            self.input_ids = joined(self.input_ids, new.input_ids)
-        assert self.position_ids.shape[1] == num_all
-        return Tokens(self.position_ids, new.num_new, self.segment_ids, self.input_ids)
+        position_ids = joined(self.position_ids, new.position_ids)
+        segment_ids = input_ids = None
+        if new.segment_ids is not None:
+            cached = self.segment_ids
+            if past and cached is None:
+                cached = new.segment_ids.new_zeros(batch_size, past)
+            segment_ids = joined(cached, new.segment_ids)
+        if new.input_ids is not None and (not past or self.input_ids is not None):
+            input_ids = joined(self.input_ids, new.input_ids)
+        assert position_ids.shape[1] == past + new.num_new
+        return Tokens(position_ids, new.num_new, segment_ids, input_ids)
+
+    def remember(self, tokens: Tokens) -> None:
+        """Keeps what `join_tokens` returned, before any layer adds its part of the new tokens."""
+        self.position_ids, _, self.segment_ids, self.input_ids = tokens
 
     def last_segment(self) -> Tensor | None:
         """The segment of each row's last real token, `[B, 1]`, which new tokens go on with; `None` without segments."""

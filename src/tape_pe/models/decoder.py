@@ -244,6 +244,8 @@ class TapeLMModel(TapeLMPreTrainedModel):
         state = self.encoding.start(tokens, wide)
         state = None if state is None else state.to(dtype)
         bias = self.encoding.bias(tokens, wide)
+        if cache is not None:
+            cache.remember(tokens)  # only now: encodings may refuse tokens, and then the cache must be as before
         all_hidden, all_weights, all_states = [], [], []
         for layer in self.layers:
             all_hidden.append(hidden_states)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,6 +34,12 @@ ENCODING_OF_RPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "rope": ("rope", {}),
     "yarn": ("rope", {}),
     "nope": ("nope", {}),
+    "sincos": ("sinusoidal", {}),
+    "xpos": ("xpos", {}),
+    "randrope": ("randomized", {}),
+    "alibi": ("alibi", {}),
+    "fire": ("fire", {}),
+    "t5rb": ("t5", {"shared": False}),
 }
 _FREQUENCY_RULES = ("linear", "dynamic")
 # These two have YaRN as their frequency rule, whatever `rope_scaling.factor` says.
@@ -54,6 +62,17 @@ _COMPONENT_NAMES = {
     for component in (0, 1)
 }
 _FREQUENCIES = "model.rotary_emb.inv_freq"
+_FIRE_NAMES = {
+    "self_attn.rotary_emb.c": "encoding.c",
+    "self_attn.rotary_emb.L_multiplier": "encoding.length_factor",
+    "self_attn.rotary_emb.mlp.0.weight": "encoding.hidden_weight",
+    "self_attn.rotary_emb.mlp.0.bias": "encoding.hidden_bias",
+    "self_attn.rotary_emb.mlp.2.weight": "encoding.out_weight",
+    "self_attn.rotary_emb.mlp.2.bias": "encoding.out_bias",
+}
+# Constants that the released code stores, and that are options here or follow from the sizes.
+_FIRE_LENGTH = "self_attn.rotary_emb.init_L"
+_CONSTANTS = ("inv_freq", "self_attn.alibi", _FIRE_LENGTH)
 
 
 def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> TapeLMForCausalLM:
@@ -70,7 +89,7 @@ def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -
         ValueError: an `rpe_type` or frequency rule that is not read, a missing key of the config, or weights that are
             missing, unexpected, misshapen or not finite. The message names them.
     """
-    converted_config = _convert_config(config)
+    converted_config = _convert_config(config, state_dict)
     model = TapeLMForCausalLM(converted_config).to(state_dict["model.norm.weight"].dtype)
     weights = _convert_weights(state_dict, converted_config)
     expected = dict(model.named_parameters())
@@ -89,7 +108,7 @@ def load_official(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -
     return model.eval()
 
 
-def _convert_config(config: Mapping[str, Any]) -> TapeLMConfig:
+def _convert_config(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> TapeLMConfig:
     rpe_type = config.get("rpe_type")
     if rpe_type not in ENCODING_OF_RPE_TYPE:
         raise ValueError(f"rpe_type={rpe_type!r}: those that are read are {', '.join(ENCODING_OF_RPE_TYPE)}")
@@ -99,6 +118,10 @@ def _convert_config(config: Mapping[str, Any]) -> TapeLMConfig:
         options["position_size"] = _required(config, "position_size")
     if encoding == "rope" and config.get("log_scale"):
         options["log_scale"] = _required(config, "train_scale")
+    if encoding == "fire":
+        options |= _fire_options(state_dict)
+    if encoding == "t5":
+        options |= _t5_options(state_dict, _required(config, "num_attention_heads"))
     optional = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range")
     return TapeLMConfig(
         encoding=encoding,
@@ -142,6 +165,31 @@ def _convert_frequency_rule(config: Mapping[str, Any]) -> dict[str, Any]:
     return rule
 
 
+def _fire_options(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """L0 and the width of the MLP, which the released config does not hold."""
+    lengths = {weight.item() for name, weight in state_dict.items() if name.endswith(_FIRE_LENGTH)}
+    if len(lengths) != 1:
+        raise ValueError(f"state_dict: {_FIRE_LENGTH} has the values {sorted(lengths)}: one for all layers is needed")
+    widths = [weight.shape[0] for name, weight in state_dict.items() if name.endswith("rotary_emb.mlp.0.weight")]
+    return {"initial_length": lengths.pop(), **({"hidden_width": widths[0]} if widths else {})}
+
+
+def _t5_options(state_dict: Mapping[str, Tensor], heads: int) -> dict[str, Any]:
+    """The number of buckets, which the released config does not hold; the largest distance is T5's, 128."""
+    tables = [weight for name, weight in state_dict.items() if _is_bucket_table(name, weight, heads)]
+    return {"num_buckets": tables[0].shape[0]} if tables else {}
+
+
+def _is_bucket_table(name: str, weight: Tensor, heads: int) -> bool:
+    """Whether a weight of a `t5rb` checkpoint is a table of buckets, `[num_buckets, H]`.
+
+    No checkpoint of this kind was at hand, so the table's name is not known: it is the one matrix of this shape in a
+    layer's attention that is not a projection.
+    """
+    _, inner = _split_layer(name)
+    return inner.startswith("self_attn.") and "_proj." not in inner and weight.ndim == 2 and weight.shape[1] == heads
+
+
 def _required(config: Mapping[str, Any], name: str) -> Any:
     if name not in config:
         raise ValueError(f"{name}: missing in the released config")
@@ -149,16 +197,16 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> dict[str, Tensor]:
-    """Renames weights; drops stored frequencies unless they are trained ones, and the last layer's position weights,
-    whose result nobody reads."""
+    """Renames weights; drops stored constants (frequencies unless they are trained ones), and the last layer's position
+    weights, whose result nobody reads."""
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
     options = config.encoding_options or {}
     weights: dict[str, Tensor] = {}
     parts: dict[str, dict[int, Tensor]] = {}
     for name, weight in state_dict.items():
-        if name.endswith("inv_freq"):
-            if name == _FREQUENCIES and options.get("trainable_frequencies"):
-                weights["model.encoding.frequency_shift"] = _frequency_shift(weight, config)
+        if name == _FREQUENCIES and options.get("trainable_frequencies"):
+            weights["model.encoding.frequency_shift"] = _frequency_shift(weight, config)
+        if name.endswith(_CONSTANTS):
             continue
         layer, inner = _split_layer(name)
         component = None
@@ -166,6 +214,13 @@ def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> 
             if layer == last_layer:
                 continue
             inner, component = _COMPONENT_NAMES.get(inner) or (_LAYER_NAMES[inner], None)
+        elif config.encoding == "fire" and inner in _FIRE_NAMES:
+            inner = _FIRE_NAMES[inner]
+            weight = weight.reshape(weight.shape or (1,))
+        elif config.encoding == "t5" and _is_bucket_table(name, weight, config.num_attention_heads):
+            inner = "encoding.buckets.table"
+            if layer + inner in weights:
+                raise ValueError(f"state_dict: {name} is a second table of buckets in its layer: one is needed")
         if inner == "encoding.mix":
             # The released layer multiplies head h (or channel d) by sum_e P[h, e]: one scale each.
             weight = weight.sum(dim=1, keepdim=options.get("structure") != "channels")
@@ -173,7 +228,11 @@ def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> 
             weights[layer + inner] = weight.detach().clone()
         else:
             parts.setdefault(layer + inner, {})[component] = weight.detach()
-    return weights | {name: torch.stack([found[key] for key in sorted(found)]) for name, found in parts.items()}
+    for name, found in parts.items():
+        if len(shapes := {tuple(weight.shape) for weight in found.values()}) > 1:
+            raise ValueError(f"state_dict: the parts of {name} have the shapes {sorted(shapes)}: equal ones are needed")
+        weights[name] = torch.stack([found[component] for component in sorted(found)])
+    return weights
 
 
 def _frequency_shift(frequencies: Tensor, config: TapeLMConfig) -> Tensor:
@@ -213,12 +272,16 @@ def import_official(checkpoint_dir: str | Path, out_dir: str | Path) -> TapeLMFo
     if not config_file.is_file():
         raise FileNotFoundError(f"checkpoint_dir={str(checkpoint_dir)!r}: holds no config.json")
     state_dict: dict[str, Tensor] = {}
-    if safetensors := sorted(checkpoint_dir.glob("*.safetensors")):
-        for path in safetensors:
-            state_dict |= load_file(path)
-    else:
-        for path in sorted(checkpoint_dir.glob("pytorch_model*.bin")):
-            state_dict |= torch.load(path, map_location="cpu", weights_only=True)
+    files = sorted(checkpoint_dir.glob("*.safetensors")) or sorted(checkpoint_dir.glob("pytorch_model*.bin"))
+    for path in files:
+        try:
+            state_dict |= (
+                load_file(path)
+                if path.suffix == ".safetensors"
+                else torch.load(path, map_location="cpu", weights_only=True)
+            )
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"checkpoint_dir: {path} is damaged, or not a file of weights ({error})") from error
     if not state_dict:
         raise FileNotFoundError(
             f"checkpoint_dir={str(checkpoint_dir)!r}: holds neither *.safetensors nor *.bin weights"

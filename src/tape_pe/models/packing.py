@@ -24,7 +24,7 @@ def resolve_tokens(
     cache: TapeCache | None,
     flattened: Mapping[str, Any],
 ) -> Tokens:
-    """Works out positions and segments, and adds those of the new tokens to the cache.
+    """Works out positions and segments of the new tokens, and puts those of the cached tokens before them.
 
     Args:
         shape: `(B, N)` of the new tokens.
@@ -55,7 +55,7 @@ def resolve_tokens(
     if position_ids is None:
         position_ids = _default_positions(segment_ids, num_tokens, past, cache, device)
     tokens = Tokens(position_ids, num_tokens, segment_ids, input_ids)
-    return tokens if cache is None else cache.append_tokens(tokens, batch_size)
+    return tokens if cache is None else cache.join_tokens(tokens, batch_size)
 
 
 def _default_positions(

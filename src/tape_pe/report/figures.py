@@ -75,7 +75,7 @@ def loss_curves(curves: Sequence[Curve], *, narrow: bool = False, file_format: s
         narrow: lay the picture out for a phone.
         file_format: `"svg"` or `"png"`.
     """
-    with _figure(4.0, 3.7 + 0.12 * len(curves)) if narrow else _figure(9.6, 3.7) as figure:
+    with new_figure(4.0, 3.7 + 0.12 * len(curves)) if narrow else new_figure(9.6, 3.7) as figure:
         axes = figure.add_subplot()
         lines = []
         lowest, highest = np.inf, 0.0
@@ -113,7 +113,7 @@ def loss_curves(curves: Sequence[Curve], *, narrow: bool = False, file_format: s
             ):  # here, as names may begin with "_" or hold "$"
                 text.set_parse_math(False)
                 text.set_text(_shortened(curve.label, 40 if narrow else 28))
-        return _saved(figure, file_format)
+        return saved(figure, file_format)
 
 
 def heat_map(grid: Sequence[Sequence[float]], trained: int, *, file_format: str = "svg") -> bytes:
@@ -126,7 +126,7 @@ def heat_map(grid: Sequence[Sequence[float]], trained: int, *, file_format: str 
     """
     values = 100 * np.asarray(grid, dtype=float)
     rows, columns = values.shape
-    with _figure(5.0, 5.0 * (rows + 0.6) / (columns + 0.6)) as figure:
+    with new_figure(5.0, 5.0 * (rows + 0.6) / (columns + 0.6)) as figure:
         axes = figure.add_subplot()
         edges: dict[str, Any] = (
             {"edgecolors": "white", "linewidth": 0.6} if max(rows, columns) <= LARGEST_WITH_VALUES else {}
@@ -170,19 +170,19 @@ def heat_map(grid: Sequence[Sequence[float]], trained: int, *, file_format: str 
             _length_ticks(axis, columns if axis is axes.xaxis else rows)
         axes.tick_params(length=0, pad=6)
         axes.spines[:].set_visible(False)
-        return _saved(figure, file_format)
+        return saved(figure, file_format)
 
 
 def colour_scale(label: str, *, file_format: str = "svg") -> bytes:
     """The colour scale that all heat maps share, as a picture of its own."""
-    with _figure(3.6, 0.62) as figure:
+    with new_figure(3.6, 0.62) as figure:
         axes = figure.add_subplot()
         bar = figure.colorbar(ScalarMappable(Normalize(0, 100), COLOUR_MAP), cax=axes, orientation="horizontal")
         bar.set_ticks([0, 25, 50, 75, 100], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
         bar.set_label(label)
         bar.outline.set_visible(False)
         axes.tick_params(length=0)
-        return _saved(figure, file_format)
+        return saved(figure, file_format)
 
 
 def line_looks(groups: Sequence[str]) -> list[tuple[str, Any]]:
@@ -200,7 +200,7 @@ def line_looks(groups: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def _figure(width: float, height: float) -> Iterator[Figure]:
+def new_figure(width: float, height: float) -> Iterator[Figure]:
     """A figure of `width` x `height` inches; matplotlib's settings are ours until it is saved."""
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -208,7 +208,8 @@ def _figure(width: float, height: float) -> Iterator[Figure]:
         yield figure
 
 
-def _saved(figure: Figure, file_format: str) -> bytes:
+def saved(figure: Figure, file_format: str) -> bytes:
+    """The figure as a file; the same input gives the same file."""
     buffer = io.BytesIO()
     metadata = {"Date": None} if file_format == "svg" else None
     figure.savefig(buffer, format=file_format, dpi=160, metadata=metadata)

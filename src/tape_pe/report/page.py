@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import jinja2
-
 from tape_pe.report import figures, tables
+from tape_pe.report.html import check_output, template, write_page
 from tape_pe.report.parts import Panel, Picture, Run, Table
 from tape_pe.results import read_results
 
@@ -46,17 +43,8 @@ def write_report(runs: Sequence[Path], output: Path, title: str | None = None) -
         FileNotFoundError: a run that does not exist or was never evaluated.
     """
     output = Path(output)
-    if output.is_dir():
-        raise IsADirectoryError(f"output is a folder: {output}; name the HTML file to write")
-    page = render(collect(runs), title)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(output)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return output
+    check_output(output)
+    return write_page(output, render(collect(runs), title))
 
 
 def collect(runs: Sequence[Path]) -> list[Run]:
@@ -88,7 +76,7 @@ def render(runs: Sequence[Run], title: str | None = None) -> str:
     if title is None:
         encodings = ", ".join(dict.fromkeys(run.result.encoding for run in runs))
         title = f"{sections[0].title}: {encodings}" if len(sections) == 1 else f"Results of {len(runs)} runs"
-    return _template().render(
+    return template("report.html.j2").render(
         title=title, sections=sections, runs=runs, several_lines=any(run.lines > 1 for run in runs)
     )
 
@@ -158,16 +146,3 @@ def _loss_panel(runs: Sequence[Run]) -> list[Panel]:
         caption=caption,
     )
     return [Panel("Training loss", [], [picture])]
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("tape_pe.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")  # keeps the sign with its number
-    return environment.get_template("report.html.j2")

@@ -144,10 +144,10 @@ def summary_table(results: Sequence[Result]) -> str:
         columns = report.columns(runs)
         if len(groups) > 1:
             blocks.append(report.title)
-        blocks.append(_text(summary(runs, columns)))
+        blocks.append(plain_text(summary(runs, columns)))
         seeds = over_seeds(runs, columns)
         if seeds is not None:
-            blocks.append(_text(seeds))
+            blocks.append(plain_text(seeds))
     return "\n\n".join(blocks)
 
 
@@ -182,7 +182,8 @@ def _any_metrics(runs: Sequence[Run]) -> list[Column]:
     ]
 
 
-def _text(table: Table) -> str:
+def plain_text(table: Table) -> str:
+    """The table for a terminal: columns in line, under their headers."""
     lines = [list(table.headers), *([cell.text for cell in row] for row in table.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.headers))]
     lines.insert(1, ["-" * width for width in widths])

@@ -39,12 +39,15 @@ class Backend(NamedTuple):
         description: one line for `tape info`.
         attention: the computation.
         unavailable: returns why it cannot run on a device, or `None` if it can.
+        materializes_bias: whether an additive bias must be in memory as a whole, `[H, N, N]`; otherwise the backend
+            computes it where it is needed.
     """
 
     name: str
     description: str
     attention: Attention
     unavailable: Callable[[torch.device], str | None]
+    materializes_bias: bool = True
 
 
 class BackendReport(NamedTuple):
@@ -98,6 +101,14 @@ def select_backend(device: torch.device, name: str | None = None) -> Backend:
     if reason is not None:
         raise ValueError(f"{source}={name!r}: not available, it {reason}")
     return BACKENDS[name]
+
+
+def describe_bias_cost(device: torch.device | str = "cpu") -> str:
+    """What additive biases cost with the backend that would be used on `device`, in one line."""
+    backend = select_backend(torch.device(device))
+    if backend.materializes_bias:
+        return f"{backend.name} needs the whole [H, N, N] bias in memory, so it grows with the square of the length"
+    return f"{backend.name} computes them where they are needed, without an [H, N, N] bias in memory"
 
 
 def describe_backends(device: torch.device | str = "cpu") -> list[BackendReport]:
