@@ -55,7 +55,14 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 
 
 ALL_OPTIONS = [
-    TapeOptions(size, attention, mlp, mixing, norm, gate)
+    TapeOptions(
+        position_size=size,
+        update_attention=attention,
+        update_mlp=mlp,
+        head_mixing=mixing,
+        state_norm=norm,
+        gate_input=gate,
+    )
     for size, attention, mlp, mixing, norm, gate in itertools.product(
         (None, 5), (True, False), (True, False), ("full", "diagonal"), ("none", "rms"), ("mlp_output", "mlp_input")
     )
@@ -120,7 +127,7 @@ def test_layers_compute_the_reference_update(options: TapeOptions) -> None:
         (TapeOptions(), {"mix": (2, 4), "gate_proj.weight": (8, 32), "up": (8, 2), "down": (2, 8)}),
         (TapeOptions(head_mixing="diagonal", update_mlp=False), {"mix": (2, 2)}),
         (
-            TapeOptions(3, update_attention=False),
+            TapeOptions(position_size=3, update_attention=False),
             {"gate_proj.weight": (3, 32), "up": (3, 2), "down": (2, 3)},
         ),
     ],

@@ -19,6 +19,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("tape", {"head_mixing": "diagonal", "gate_input": "mlp_input"}),
     ("tape", {"update_attention": False}),
     ("tape", {"update_mlp": False}),
+    ("tape", {"structure": "components"}),
+    ("tape", {"structure": "channels"}),
+    ("tape", {"structure": "unstructured", "head_mixing": "diagonal", "state_norm": "rms"}),
     ("rope", {"log_scale": 16}),
 ]
 

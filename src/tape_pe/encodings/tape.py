@@ -3,22 +3,32 @@
 The state starts as RoPE's and every layer but the last updates it from what its token attended to and from the token's
 content (`tape_pe.ops.contextualize`). W_mix and W_up start at zero: a fresh TAPE model is a RoPE model, bit for bit.
 The literal equations are in `tape_pe.ops.reference`.
+
+The option `structure` has the paper's ablations of the form of the weights, see `tape_pe.ops.structures`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from tape_pe.encodings.base import EncodingOptions, EncodingSizes, LayerEncoding
+from tape_pe.encodings.base import EncodingOptions, EncodingSizes, LayerEncoding, Tokens
 from tape_pe.encodings.rope import RopeLayer, Rotary, RotaryOptions
-from tape_pe.ops import contextualize
+from tape_pe.ops import (
+    contextualize,
+    contextualize_channels,
+    contextualize_components,
+    contextualize_unstructured,
+    rotate_wide,
+    widen,
+)
 
+Structure = Literal["rotary", "components", "channels", "unstructured"]
 HeadMixing = Literal["full", "diagonal"]
 StateNorm = Literal["none", "rms"]
 GateInput = Literal["mlp_output", "mlp_input"]
@@ -33,10 +43,15 @@ class TapeOptions(RotaryOptions):
         update_attention: whether states take in the attention average of states.
         update_mlp: whether states pass through the position MLP.
         head_mixing: `"full"` mixes the averages of all heads, W_mix `[Hkv, H]`; `"diagonal"` has one scale per head.
+            With the structure `"channels"` it is channels that are mixed or scaled, W_mix `[D, D]` or `[D]`.
         state_norm: `"rms"` divides each head's state by its root mean square over channel pairs, which is 1 at the
             start; `"none"` is as published.
         gate_input: what psi reads: `"mlp_output"`, the output of the layer's MLP before its residual, or
             `"mlp_input"`, the normalised tokens that the MLP reads.
+        structure: what the weights act on. `"rotary"`, the method itself: on the heads, alike for cosines and sines,
+            and so equivariant. Its ablations: `"components"`, on the heads, with weights of their own for cosines and
+            sines; `"channels"`, along the D channels of each head; `"unstructured"`, on all heads and channels at once.
+            In the last two a state has 2D numbers per head, `[C | S]`.
     """
 
     position_size: int | None = None
@@ -45,14 +60,28 @@ class TapeOptions(RotaryOptions):
     head_mixing: HeadMixing = "full"
     state_norm: StateNorm = "none"
     gate_input: GateInput = "mlp_output"
+    structure: Structure = "rotary"
 
     def __post_init__(self) -> None:
         if self.position_size is not None and self.position_size < 1:
             raise ValueError(f"encoding_options.position_size={self.position_size}: at least 1 is needed")
-        for name, choices in (("head_mixing", HeadMixing), ("state_norm", StateNorm), ("gate_input", GateInput)):
+        for name, choices in (
+            ("head_mixing", HeadMixing),
+            ("state_norm", StateNorm),
+            ("gate_input", GateInput),
+            ("structure", Structure),
+        ):
             if getattr(self, name) not in get_args(choices):
                 allowed = ", ".join(get_args(choices))
                 raise ValueError(f"encoding_options.{name}={getattr(self, name)!r}: allowed values are {allowed}")
+
+
+class WeightShapes(NamedTuple):
+    """Shapes of W_mix, W_up and W_down."""
+
+    mix: tuple[int, ...]
+    up: tuple[int, ...]
+    down: tuple[int, ...]
 
 
 class TapeLayer(RopeLayer):
@@ -62,26 +91,34 @@ class TapeLayer(RopeLayer):
     `[Hkv, I]`; each is absent where its update is switched off.
     """
 
+    contextualize = staticmethod(contextualize)
+
     def __init__(self, sizes: EncodingSizes, options: TapeOptions) -> None:
         super().__init__()
         self.gate_input = options.gate_input
         self.state_norm = options.state_norm
         self.averages_state = options.update_attention
         self.initializer_range = sizes.initializer_range
-        heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+        self.kv_heads = sizes.num_key_value_heads
         self.mix: nn.Parameter | None = None
         self.up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
+        size = options.position_size or 4 * self.kv_heads
+        shapes = self.weight_shapes(sizes, size, options.head_mixing)
         if options.update_attention:
-            self.mix = nn.Parameter(
-                torch.empty(kv_heads, heads if options.head_mixing == "full" else heads // kv_heads)
-            )
+            self.mix = nn.Parameter(torch.empty(shapes.mix))
         if options.update_mlp:
-            size = options.position_size or 4 * kv_heads
             self.gate_proj = nn.Linear(sizes.hidden_size, size, bias=False)
-            self.up = nn.Parameter(torch.empty(size, kv_heads))
-            self.down = nn.Parameter(torch.empty(kv_heads, size))
+            self.up = nn.Parameter(torch.empty(shapes.up))
+            self.down = nn.Parameter(torch.empty(shapes.down))
         self.init_own_weights()
+
+    @classmethod
+    def weight_shapes(cls, sizes: EncodingSizes, position_size: int, head_mixing: HeadMixing) -> WeightShapes:
+        """The shapes of the layer's own parameters, I being `position_size`."""
+        heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+        columns = heads if head_mixing == "full" else heads // kv_heads
+        return WeightShapes((kv_heads, columns), (position_size, kv_heads), (kv_heads, position_size))
 
     def init_own_weights(self) -> None:
         """W_mix and W_up are zero, so that the layer changes nothing; W_down is random, so that W_up can learn."""
@@ -98,9 +135,68 @@ class TapeLayer(RopeLayer):
         gate = None
         if self.up is not None:
             gate = F.silu(self.gate_proj(mlp_output if self.gate_input == "mlp_output" else mlp_input))
-        return contextualize(
+        return self.contextualize(
             state, averaged_state, gate, mix=self.mix, up=self.up, down=self.down, norm=self.state_norm
         )
+
+
+class ComponentsLayer(TapeLayer):
+    """Cosines and sines have weights of their own: `mix`, `up` and `down` of a `TapeLayer`, twice, on axis 0."""
+
+    contextualize = staticmethod(contextualize_components)
+
+    @classmethod
+    def weight_shapes(cls, sizes: EncodingSizes, position_size: int, head_mixing: HeadMixing) -> WeightShapes:
+        """See `TapeLayer.weight_shapes`."""
+        return WeightShapes(*((2, *shape) for shape in super().weight_shapes(sizes, position_size, head_mixing)))
+
+
+class WideRopeLayer(RopeLayer):
+    """Rotates by a state `[C | S]`, `[B | 1, Hkv | 1, N, 2D]`, which never changes."""
+
+    def rotate(self, query: Tensor, key: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert state is not None
+        return rotate_wide(query, state), rotate_wide(key, state)
+
+
+class ChannelsLayer(WideRopeLayer, TapeLayer):
+    """Weights act along channels: `mix` `[D, D]` (or `[D]`), `up` `[I, D]`, `down` `[D, I]`."""
+
+    contextualize = staticmethod(contextualize_channels)
+
+    @classmethod
+    def weight_shapes(cls, sizes: EncodingSizes, position_size: int, head_mixing: HeadMixing) -> WeightShapes:
+        """See `TapeLayer.weight_shapes`."""
+        channels = sizes.head_dim
+        mix = (channels, channels) if head_mixing == "full" else (channels,)
+        return WeightShapes(mix, (position_size, channels), (channels, position_size))
+
+    def forward(
+        self, state: Tensor | None, averaged_state: Tensor | None, mlp_input: Tensor, mlp_output: Tensor
+    ) -> Tensor:
+        assert state is not None
+        return super().forward(state.expand(-1, self.kv_heads, -1, -1), averaged_state, mlp_input, mlp_output)
+
+
+class UnstructuredLayer(WideRopeLayer, TapeLayer):
+    """Weights act on all heads and channels at once: `mix` of a `TapeLayer`, `up` `[I, Hkv D]`, `down` `[Hkv D, I]`."""
+
+    contextualize = staticmethod(contextualize_unstructured)
+
+    @classmethod
+    def weight_shapes(cls, sizes: EncodingSizes, position_size: int, head_mixing: HeadMixing) -> WeightShapes:
+        """See `TapeLayer.weight_shapes`."""
+        mix = super().weight_shapes(sizes, position_size, head_mixing).mix
+        width = sizes.num_key_value_heads * sizes.head_dim
+        return WeightShapes(mix, (position_size, width), (width, position_size))
+
+
+LAYERS: dict[Structure, type[TapeLayer]] = {
+    "rotary": TapeLayer,
+    "components": ComponentsLayer,
+    "channels": ChannelsLayer,
+    "unstructured": UnstructuredLayer,
+}
 
 
 class Tape(Rotary):
@@ -114,9 +210,16 @@ class Tape(Rotary):
 
     @classmethod
     def layer(cls, sizes: EncodingSizes, options: EncodingOptions, layer_idx: int) -> LayerEncoding:
-        """A `TapeLayer`, or a plain `RopeLayer` where nothing is updated."""
+        """A layer of the structure, or one that only rotates where nothing is updated."""
         assert isinstance(options, TapeOptions)
+        layer_class = LAYERS[options.structure]
         is_last = layer_idx == sizes.num_hidden_layers - 1
         if is_last or not (options.update_attention or options.update_mlp):
-            return RopeLayer()
-        return TapeLayer(sizes, options)
+            return WideRopeLayer() if issubclass(layer_class, WideRopeLayer) else RopeLayer()
+        return layer_class(sizes, options)
+
+    def start(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Packed `[cos | sin]`, `[B | 1, 1, N, D]`; for the structures that need it `[C | S]`, `[B | 1, 1, N, 2D]`."""
+        state = super().start(tokens, dtype)
+        assert isinstance(self.options, TapeOptions)
+        return widen(state) if issubclass(LAYERS[self.options.structure], WideRopeLayer) else state

@@ -39,7 +39,8 @@ class TapeModelOutput(ModelOutput):
         attentions: with `output_attentions`, every layer's attention weights `[B, H, N, Nk]`. Rows sum to 1; rows of
             padding, which see nothing, are 0.
         position_states: with `output_position_states`, the state that each layer reads, the start state first,
-            `[B, Hkv, N, D]` packed `[cos | sin]`. Empty for encodings without a state.
+            `[B, Hkv, N, D]` packed `[cos | sin]` for most encodings, `[B, Hkv, N, 2D]` for those that say so (such as
+            the structures of TAPE whose two channels of a pair differ). Empty for encodings without a state.
     """
 
     last_hidden_state: Tensor | None = None

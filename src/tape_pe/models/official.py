@@ -6,6 +6,7 @@ Only shapes, names and equations of that code are used here; they are recorded w
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tape_pe.models.configuration import TapeLMConfig
 from tape_pe.models.decoder import TapeLMForCausalLM
+from tape_pe.ops import rotary_frequencies
 
 # rpe_type of the released configs -> encoding and its fixed options.
 _TAPE = {"head_mixing": "diagonal", "gate_input": "mlp_output"}
@@ -25,7 +27,12 @@ ENCODING_OF_RPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "adape": ("tape", _TAPE),
     "adamlp": ("tape", {**_TAPE, "update_attention": False}),
     "adattention": ("tape", {**_TAPE, "update_mlp": False}),
+    "adatensor": ("tape", {**_TAPE, "structure": "components"}),
+    "adavector": ("tape", {**_TAPE, "structure": "channels"}),
+    "adawoeq": ("tape", {**_TAPE, "structure": "unstructured"}),
+    "adayarn": ("tape", {**_TAPE, "trainable_frequencies": True}),
     "rope": ("rope", {}),
+    "yarn": ("rope", {}),
     "nope": ("nope", {}),
     "sincos": ("sinusoidal", {}),
     "xpos": ("xpos", {}),
@@ -35,6 +42,8 @@ ENCODING_OF_RPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "t5rb": ("t5", {"shared": False}),
 }
 _FREQUENCY_RULES = ("linear", "dynamic")
+# These two have YaRN as their frequency rule, whatever `rope_scaling.factor` says.
+_YARN = {"yarn": "yarn", "adayarn": "dynamic_yarn"}
 # Released names of the position parameters -> ours, within a layer.
 _LAYER_NAMES = {
     "pe.x_proj.weight": "encoding.gate_proj.weight",
@@ -42,6 +51,17 @@ _LAYER_NAMES = {
     "pe.down_proj.weight": "encoding.down",
     "post_attention_linear.weight": "encoding.mix",
 }
+# The same where cosines (0) and sines (1) have weights of their own, which are one parameter here.
+_COMPONENT_NAMES = {
+    f"{stem}.{component}.weight": (inner, component)
+    for stem, inner in (
+        ("pe.up_projs", "encoding.up"),
+        ("pe.down_projs", "encoding.down"),
+        ("post_attention_linears", "encoding.mix"),
+    )
+    for component in (0, 1)
+}
+_FREQUENCIES = "model.rotary_emb.inv_freq"
 _FIRE_NAMES = {
     "self_attn.rotary_emb.c": "encoding.c",
     "self_attn.rotary_emb.L_multiplier": "encoding.length_factor",
@@ -102,17 +122,11 @@ def _convert_config(config: Mapping[str, Any], state_dict: Mapping[str, Tensor])
         options |= _fire_options(state_dict)
     if encoding == "t5":
         options |= _t5_options(state_dict, _required(config, "num_attention_heads"))
-    rope_parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
-    if scaling := config.get("rope_scaling"):
-        if scaling.get("type") not in _FREQUENCY_RULES:
-            allowed = ", ".join(_FREQUENCY_RULES)
-            raise ValueError(f"rope_scaling.type={scaling.get('type')!r}: those that are read are {allowed}")
-        rope_parameters |= {"rope_type": scaling["type"], "factor": _required(scaling, "factor")}
     optional = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "initializer_range")
     return TapeLMConfig(
         encoding=encoding,
         encoding_options=options,
-        rope_parameters=rope_parameters,
+        rope_parameters=_convert_frequency_rule(config),
         **{
             name: _required(config, name)
             for name in (
@@ -128,6 +142,27 @@ def _convert_config(config: Mapping[str, Any], state_dict: Mapping[str, Tensor])
         },
         **{name: config[name] for name in optional if name in config},
     )
+
+
+def _convert_frequency_rule(config: Mapping[str, Any]) -> dict[str, Any]:
+    rpe_type, scaling = config["rpe_type"], config.get("rope_scaling")
+    rule: dict[str, Any] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
+    name = scaling.get("type") if scaling else None
+    if rpe_type in _YARN:
+        if scaling and name != "yarn":
+            raise ValueError(f"rope_scaling.type={name!r}: rpe_type={rpe_type!r} has its own rule, yarn")
+        original = _required(config, "original_max_position_embeddings")
+        factor = _required(config, "max_position_embeddings") / original
+        rule |= {
+            "rope_type": _YARN[rpe_type],
+            "factor": float(math.ceil(factor)) if rpe_type == "yarn" else factor,
+            "original_max_position_embeddings": original,
+        }
+    elif scaling:
+        if name not in _FREQUENCY_RULES:
+            raise ValueError(f"rope_scaling.type={name!r}: those that are read are {', '.join(_FREQUENCY_RULES)}")
+        rule |= {"rope_type": name, "factor": _required(scaling, "factor")}
+    return rule
 
 
 def _fire_options(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -162,17 +197,23 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> dict[str, Tensor]:
-    """Renames weights; drops stored constants, and the last layer's position weights, whose result nobody reads."""
+    """Renames weights; drops stored constants (frequencies unless they are trained ones), and the last layer's position
+    weights, whose result nobody reads."""
     last_layer = f"model.layers.{config.num_hidden_layers - 1}."
-    weights = {}
+    options = config.encoding_options or {}
+    weights: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, Tensor]] = {}
     for name, weight in state_dict.items():
+        if name == _FREQUENCIES and options.get("trainable_frequencies"):
+            weights["model.encoding.frequency_shift"] = _frequency_shift(weight, config)
         if name.endswith(_CONSTANTS):
             continue
         layer, inner = _split_layer(name)
-        if inner in _LAYER_NAMES:
+        component = None
+        if inner in _LAYER_NAMES or inner in _COMPONENT_NAMES:
             if layer == last_layer:
                 continue
-            inner = _LAYER_NAMES[inner]
+            inner, component = _COMPONENT_NAMES.get(inner) or (_LAYER_NAMES[inner], None)
         elif config.encoding == "fire" and inner in _FIRE_NAMES:
             inner = _FIRE_NAMES[inner]
             weight = weight.reshape(weight.shape or (1,))
@@ -181,10 +222,28 @@ def _convert_weights(state_dict: Mapping[str, Tensor], config: TapeLMConfig) -> 
             if layer + inner in weights:
                 raise ValueError(f"state_dict: {name} is a second table of buckets in its layer: one is needed")
         if inner == "encoding.mix":
-            # The released layer multiplies head h by sum_e P[h, e]: one scale per head.
-            weight = weight.sum(dim=1, keepdim=True)
-        weights[layer + inner] = weight.detach().clone()
+            # The released layer multiplies head h (or channel d) by sum_e P[h, e]: one scale each.
+            weight = weight.sum(dim=1, keepdim=options.get("structure") != "channels")
+        if component is None:
+            weights[layer + inner] = weight.detach().clone()
+        else:
+            parts.setdefault(layer + inner, {})[component] = weight.detach()
+    for name, found in parts.items():
+        if len(shapes := {tuple(weight.shape) for weight in found.values()}) > 1:
+            raise ValueError(f"state_dict: the parts of {name} have the shapes {sorted(shapes)}: equal ones are needed")
+        weights[name] = torch.stack([found[component] for component in sorted(found)])
     return weights
+
+
+def _frequency_shift(frequencies: Tensor, config: TapeLMConfig) -> Tensor:
+    """ln(w / base frequency) of trained frequencies w `[D / 2]`, which must be positive."""
+    sizes = config.encoding_sizes()
+    base = rotary_frequencies(sizes.head_dim, theta=sizes.rope_parameters["rope_theta"]).inverse
+    if frequencies.shape != base.shape or not bool((frequencies > 0).all()):
+        raise ValueError(
+            f"state_dict[{_FREQUENCIES!r}]={frequencies.tolist()}: {len(base)} positive frequencies are needed"
+        )
+    return (frequencies.double() / base.to(frequencies.device)).log()
 
 
 def _split_layer(name: str) -> tuple[str, str]:

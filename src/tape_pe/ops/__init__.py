@@ -5,15 +5,27 @@ from tape_pe.ops.contextualize import contextualize
 from tape_pe.ops.frequencies import Frequencies, rotary_frequencies
 from tape_pe.ops.masks import make_segment_ids, segment_positions
 from tape_pe.ops.rotary import rotary_state, rotate
+from tape_pe.ops.structures import (
+    contextualize_channels,
+    contextualize_components,
+    contextualize_unstructured,
+    rotate_wide,
+    widen,
+)
 
 __all__ = [
     "AttentionResult",
     "Frequencies",
     "contextualize",
+    "contextualize_channels",
+    "contextualize_components",
+    "contextualize_unstructured",
     "make_segment_ids",
     "positional_attention",
     "rotary_frequencies",
     "rotary_state",
     "rotate",
+    "rotate_wide",
     "segment_positions",
+    "widen",
 ]

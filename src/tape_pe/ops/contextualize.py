@@ -42,24 +42,33 @@ def contextualize(
     Raises:
         ValueError: an argument that another one needs is missing, shapes disagree, or `norm` is unknown.
     """
-    if norm not in STATE_NORMS:
-        raise ValueError(f"norm={norm!r}: known state norms are {', '.join(STATE_NORMS)}")
+    check_norm(norm)
     # Token-major, [B, N, heads, D]: the layout in which projections leave queries and attention leaves its averages.
     z = state.transpose(1, 2)
     if mix is not None:
         if averaged_state is None:
             raise ValueError("averaged_state=None: mix needs the attention average of the states")
-        z = _mix_heads(z, averaged_state.transpose(1, 2), mix)
+        z = mix_heads(z, averaged_state.transpose(1, 2), mix)
     if gate is not None:
         if up is None or down is None:
             raise ValueError("up=None or down=None: gate needs both")
         z = _map_heads(z, gate, up, down)
-    if norm == "rms":
-        z = z * (2 * z.square().mean(dim=-1, keepdim=True)).rsqrt()
-    return z.to(state.dtype).transpose(1, 2)
+    return normalize(z, norm).to(state.dtype).transpose(1, 2)
 
 
-def _mix_heads(z: Tensor, averaged: Tensor, mix: Tensor) -> Tensor:
+def check_norm(norm: str) -> None:
+    """Raises a ValueError for an unknown state norm."""
+    if norm not in STATE_NORMS:
+        raise ValueError(f"norm={norm!r}: known state norms are {', '.join(STATE_NORMS)}")
+
+
+def normalize(state: Tensor, norm: str) -> Tensor:
+    """A state `[..., 2P]` of P numbers (c, s), divided for the norm `"rms"` by the root mean square of their sizes."""
+    check_norm(norm)
+    return state * (2 * state.square().mean(dim=-1, keepdim=True)).rsqrt() if norm == "rms" else state
+
+
+def mix_heads(z: Tensor, averaged: Tensor, mix: Tensor) -> Tensor:
     """z + W_mix zb with z `[B, N, Hkv | 1, D]` and zb `[B, N, H, D]`."""
     heads = averaged.shape[2]
     kv_heads, columns = mix.shape

@@ -201,7 +201,92 @@ def contextualize(
             state = state.expand(-1, up.shape[1], -1, -1)
         inner = torch.einsum("ih,bhnd->bnid", up, state) * gate[..., None]
         state = state + torch.einsum("hi,bnid->bhnd", down, inner)
-    if norm == "rms":
-        c, s = state.chunk(2, dim=-1)
-        state = state / (c * c + s * s).mean(dim=-1, keepdim=True).sqrt()
-    return state
+    return _normalized(state, norm)
+
+
+def rotate_wide(u: Tensor, state: Tensor) -> Tensor:
+    """u * C + half(u) * S with half((a, b)) = (-b, a). See `tape_pe.ops.rotate_wide`."""
+    state = state.repeat_interleave(u.shape[1] // state.shape[1], dim=1)
+    a, b = u.chunk(2, dim=-1)
+    C, S = state.chunk(2, dim=-1)
+    return u * C + torch.cat([-b, a], dim=-1) * S
+
+
+def contextualize_components(
+    state: Tensor,
+    averaged_state: Tensor | None,
+    gate: Tensor | None,
+    *,
+    mix: Tensor | None,
+    up: Tensor | None,
+    down: Tensor | None,
+    norm: str = "none",
+) -> Tensor:
+    """The update with weights of their own for cosines and sines. See `tape_pe.ops.contextualize_components`."""
+    parts = []
+    for component, part in enumerate(state.chunk(2, dim=-1)):
+        average = None if averaged_state is None else averaged_state.chunk(2, dim=-1)[component]
+        own_mix, own_up, own_down = (None if w is None else w[component] for w in (mix, up, down))
+        parts.append(contextualize(part, average, gate, mix=own_mix, up=own_up, down=own_down))
+    return _normalized(torch.cat(parts, dim=-1), norm)
+
+
+def contextualize_channels(
+    state: Tensor,
+    averaged_state: Tensor | None,
+    gate: Tensor | None,
+    *,
+    mix: Tensor | None,
+    up: Tensor | None,
+    down: Tensor | None,
+    norm: str = "none",
+) -> Tensor:
+    """The update along channels. See `tape_pe.ops.contextualize_channels`."""
+    parts = []
+    for component, E in enumerate(state.chunk(2, dim=-1)):
+        if mix is not None:
+            assert averaged_state is not None
+            average = averaged_state.chunk(2, dim=-1)[component]
+            groups = average.shape[1] // E.shape[1]
+            average = torch.stack([average[:, g::groups] for g in range(groups)]).mean(dim=0)
+            E = E + torch.einsum("cd,bknd->bknc", mix.diag() if mix.ndim == 1 else mix, average)
+        if gate is not None:
+            assert up is not None
+            assert down is not None
+            inner = torch.einsum("id,bknd->bkni", up, E) * gate[:, None]
+            E = E + torch.einsum("di,bkni->bknd", down, inner)
+        parts.append(E)
+    return _normalized(torch.cat(parts, dim=-1), norm)
+
+
+def contextualize_unstructured(
+    state: Tensor,
+    averaged_state: Tensor | None,
+    gate: Tensor | None,
+    *,
+    mix: Tensor | None,
+    up: Tensor | None,
+    down: Tensor | None,
+    norm: str = "none",
+) -> Tensor:
+    """The update of all heads and channels at once. See `tape_pe.ops.contextualize_unstructured`."""
+    state = contextualize(state, averaged_state, None, mix=mix, up=None, down=None)
+    if gate is not None:
+        assert up is not None
+        assert down is not None
+        heads = 2 * up.shape[1] // state.shape[-1]
+        state = state.expand(-1, heads, -1, -1)
+        parts = []
+        for E in state.chunk(2, dim=-1):
+            flat = E.transpose(1, 2).flatten(2)  # [B, N, Hkv * D]
+            flat = flat + torch.einsum("xi,bni->bnx", down, torch.einsum("ix,bnx->bni", up, flat) * gate)
+            parts.append(flat.unflatten(-1, (heads, -1)).transpose(1, 2))
+        state = torch.cat(parts, dim=-1)
+    return _normalized(state, norm)
+
+
+def _normalized(state: Tensor, norm: str) -> Tensor:
+    if norm == "none":
+        return state
+    c, s = state.chunk(2, dim=-1)
+    return state / (c * c + s * s).mean(dim=-1, keepdim=True).sqrt()
