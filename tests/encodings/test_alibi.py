@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from tape_pe.encodings import EncodingSizes, Tokens
 from tape_pe.encodings.alibi import Alibi, alibi_slopes
@@ -86,3 +87,16 @@ def test_attention_weights(make_model, make_tokens, first_layer, literal_weights
     query, key, weights = first_layer(model, make_tokens(2, 8), attention_mask=mask)
     tokens = Tokens(torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], list(range(8))]), 8)
     torch.testing.assert_close(weights, literal_weights(query, key, literal_bias(tokens, alibi_slopes(4)), mask - 1))
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 6, 8, 12, 16, 20])
+def test_bias_is_that_of_transformers(num_heads: int) -> None:
+    """Bloom adds slope * j where the paper has -slope * (i - j): rows differ by a constant, which softmax ignores."""
+    length = 33
+    theirs = build_alibi_tensor(torch.ones(1, length), num_heads, torch.float64).reshape(num_heads, 1, length)
+    slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float64)
+    torch.testing.assert_close(slopes, theirs[:, 0, 1], rtol=1e-6, atol=0)
+    sizes = EncodingSizes(8 * num_heads, num_heads, num_heads, 8, 2, length, {"rope_theta": 10000.0}, 0.02)
+    ours = Alibi(sizes, Alibi.options_class()).bias(Tokens(torch.arange(length)[None], length), torch.float64)[0]
+    theirs = (theirs - theirs.transpose(1, 2)).tril()
+    assert (ours.tril() - theirs).abs().max() <= 1e-6 * theirs.abs().max()
