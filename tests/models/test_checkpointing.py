@@ -116,9 +116,9 @@ def test_gradients_are_those_of_the_loss(any_model, make_tokens, gradients):
         direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         losses = []
         with torch.no_grad():
-            for step in (1e-5, -1e-5):
+            for step in (1e-6, -1e-6):
                 parameter += step * direction
                 losses.append(loss().item())
                 parameter -= step * direction
-        expected = (losses[0] - losses[1]) / 2e-5
+        expected = (losses[0] - losses[1]) / 2e-6
         assert (grads[name] * direction).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-7), name
