@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tape_pe.encodings import Encoding, LayerEncoding
+from tape_pe.files import staging_folder
 from tape_pe.models.configuration import TapeLMConfig
 
 # Files that hold the weights, in one piece or in shards with an index.
@@ -60,16 +60,15 @@ class TapeLMPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As in transformers, but every file is written under a temporary name and renamed when it is whole."""
         target = Path(save_directory)
-        target.mkdir(parents=True, exist_ok=True)
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", target.name)  # else it would be that of the scratch folder
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as scratch:
+        with staging_folder(target) as scratch:
             super().save_pretrained(scratch, *args, **kwargs)
-            new = {path.name for path in Path(scratch).iterdir()}
+            new = {path.name for path in scratch.iterdir()}
             stale = {path for path in target.iterdir() if _WEIGHTS.fullmatch(path.name) and path.name not in new}
             # The index follows its shards, and the config goes last: it is what makes the folder a model.
             for name in sorted(new, key=lambda name: (name == "config.json", name.endswith(".index.json"), name)):
                 if name == "config.json" and any(_WEIGHTS.fullmatch(other) for other in new):
                     for path in stale:  # transformers reads a single file before shards, even an older one
                         path.unlink()
-                os.replace(Path(scratch) / name, target / name)
+                os.replace(scratch / name, target / name)

@@ -105,16 +105,20 @@ class TapeCache(Cache):
             return added if not past or cached is None else torch.cat([cached, added], dim=1)
 
         position_ids = joined(self.position_ids, new.position_ids)
-        segment_ids = input_ids = None
-        if new.segment_ids is not None:
-            cached = self.segment_ids
-            if past and cached is None:
-                cached = new.segment_ids.new_zeros(batch_size, past)
-            segment_ids = joined(cached, new.segment_ids)
+        segment_ids = None if new.segment_ids is None else self.join_segments(new.segment_ids)
+        input_ids = None
         if new.input_ids is not None and (not past or self.input_ids is not None):
             input_ids = joined(self.input_ids, new.input_ids)
         assert position_ids.shape[1] == past + new.num_new
         return Tokens(position_ids, new.num_new, segment_ids, input_ids)
+
+    def join_segments(self, segment_ids: Tensor) -> Tensor:
+        """Segments of the cached tokens, 0 where they had none, followed by those of new ones, `[B, N]`."""
+        past = self.get_seq_length()
+        if not past:
+            return segment_ids
+        cached = segment_ids.new_zeros(segment_ids.shape[0], past) if self.segment_ids is None else self.segment_ids
+        return torch.cat([cached, segment_ids], dim=1)
 
     def remember(self, tokens: Tokens) -> None:
         """Keeps what `join_tokens` returned, before any layer adds its part of the new tokens."""

@@ -64,9 +64,8 @@ def _default_positions(
     """Positions of new tokens, `[B | 1, N]`: real tokens count from 0 in each segment, cached ones included."""
     if segment_ids is None:
         return torch.arange(past, past + num_tokens, device=device)[None]
-    if cache is not None and past:
-        cached = segment_ids.new_zeros(segment_ids.shape[0], past) if cache.segment_ids is None else cache.segment_ids
-        segment_ids = torch.cat([cached, segment_ids], dim=1)
+    if cache is not None:
+        segment_ids = cache.join_segments(segment_ids)
     return segment_positions(segment_ids)[:, past:]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,12 +65,19 @@ def rotate(u: Tensor, state: Tensor) -> Tensor:
     Returns:
         `[B, H, N, D]` in the dtype of `u`.
     """
+
+    def product(u: Tensor, state: Tensor) -> Tensor:
+        a, b = u.chunk(2, dim=-1)
+        c, s = state.chunk(2, dim=-1)
+        return torch.cat([a * c - b * s, a * s + b * c], dim=-1)
+
+    return per_state_head(u, state, product)
+
+
+def per_state_head(u: Tensor, state: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`product` of `u` `[B, H, N, D]` with a state `[B | 1, Hs, N, Ds]`, whose heads serve H / Hs heads of `u` each."""
     state = state.to(u.dtype)
     heads, state_heads = u.shape[1], state.shape[1]
-    grouped = 1 < state_heads < heads
-    if grouped:
-        u, state = u.unflatten(1, (state_heads, heads // state_heads)), state.unsqueeze(2)
-    a, b = u.chunk(2, dim=-1)
-    c, s = state.chunk(2, dim=-1)
-    rotated = torch.cat([a * c - b * s, a * s + b * c], dim=-1)
-    return rotated.flatten(1, 2) if grouped else rotated
+    if not 1 < state_heads < heads:
+        return product(u, state)
+    return product(u.unflatten(1, (state_heads, heads // state_heads)), state.unsqueeze(2)).flatten(1, 2)

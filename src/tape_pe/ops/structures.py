@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tape_pe.ops.contextualize import contextualize, mix_heads, normalize
+from tape_pe.ops.rotary import per_state_head
 
 
 def widen(state: Tensor) -> Tensor:
@@ -42,15 +43,13 @@ def rotate_wide(u: Tensor, state: Tensor) -> Tensor:
     Returns:
         `[B, H, N, D]` in the dtype of `u`.
     """
-    state = state.to(u.dtype)
-    heads, state_heads = u.shape[1], state.shape[1]
-    grouped = 1 < state_heads < heads
-    if grouped:
-        u, state = u.unflatten(1, (state_heads, heads // state_heads)), state.unsqueeze(2)
-    a, b = u.chunk(2, dim=-1)
-    c_a, c_b, s_a, s_b = state.chunk(4, dim=-1)
-    rotated = torch.cat([a * c_a - b * s_a, a * s_b + b * c_b], dim=-1)
-    return rotated.flatten(1, 2) if grouped else rotated
+
+    def product(u: Tensor, state: Tensor) -> Tensor:
+        a, b = u.chunk(2, dim=-1)
+        c_a, c_b, s_a, s_b = state.chunk(4, dim=-1)
+        return torch.cat([a * c_a - b * s_a, a * s_b + b * c_b], dim=-1)
+
+    return per_state_head(u, state, product)
 
 
 def contextualize_components(
