@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,7 @@ def measure_passkey(
     Raises:
         ValueError: an argument is out of range, or a prompt cannot fit; nothing has been measured then.
     """
-    check_counts(lengths=lengths, seeds=seeds, batch_size=batch_size)
-    if depths is not None and (not len(depths) or any(not 0 <= depth <= 1 for depth in depths)):
-        raise ValueError(f"depths is {list(depths)}; it must hold numbers from 0 to 1")
+    check_passkey(lengths=lengths, depths=depths, seeds=seeds, batch_size=batch_size)
     maker = PasskeyPrompts(tokenizer, texts)
     for seed in range(seeds):
         maker.check_length(min(lengths), maker.key_of(seed))
@@ -138,6 +136,33 @@ def measure_passkey(
                 line = lines.append(time.perf_counter() - started, metrics, length=length, depth=depth)
             measured.append(line)
     return measured
+
+
+def token_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
+    """Texts as one row of tokens, `[N]`: what the tokenizer puts before a text, such as BOS, and EOS between them.
+
+    Raises:
+        ValueError: the texts have no tokens.
+    """
+    ids: list[int] = []
+    for text in texts:
+        if ids and tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+        ids += tokenizer(text, add_special_tokens=not ids)["input_ids"]
+        if max_tokens is not None and len(ids) >= max_tokens:
+            break
+    if not ids:
+        raise ValueError("data holds no text")
+    return torch.tensor(ids[:max_tokens])
+
+
+def check_passkey(
+    *, lengths: Sequence[int], depths: Sequence[float] | None = None, seeds: int = 20, batch_size: int = 1
+) -> None:
+    """What `measure_passkey` refuses without knowing the tokenizer; its arguments and errors."""
+    check_counts(lengths=lengths, seeds=seeds, batch_size=batch_size)
+    if depths is not None and (not len(depths) or any(not 0 <= depth <= 1 for depth in depths)):
+        raise ValueError(f"depths is {list(depths)}; it must hold numbers from 0 to 1")
 
 
 def check_counts(**values: int | Sequence[int]) -> None:

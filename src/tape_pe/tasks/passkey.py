@@ -28,6 +28,9 @@ _ATTEMPTS = 1000
 class PasskeyTexts:
     """The words of a prompt, in their order; `{key}` stands for the number. They are joined as they are.
 
+    The defaults are the published words, part by part on lines of their own. Layout matters: with blanks instead of
+    line ends, SmolLM2-135M-Instruct answered none of 12 prompts whose key stood right before the question.
+
     Attributes:
         introduction: the beginning, which says what is wanted.
         filler: sentences that are repeated until the prompt has its length.
@@ -37,12 +40,12 @@ class PasskeyTexts:
     """
 
     introduction: str = (
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
-        "I will quiz you about the important information there."
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+        "I will quiz you about the important information there.\n"
     )
     filler: str = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    key_sentence: str = " The pass key is {key}. Remember it. {key} is the pass key."
-    question: str = " What is the pass key? The pass key is"
+    key_sentence: str = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
+    question: str = "\nWhat is the pass key? The pass key is"
     answer: str = " {key}"
 
     def __post_init__(self) -> None:
