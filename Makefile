@@ -3,11 +3,12 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+REAL := $(VENV)/.ready-real
 
-.PHONY: help demo test lint types format clean
+.PHONY: help demo test test-real smollm2 lint types format clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +26,17 @@ runs/demo/%/results.jsonl: $(READY)
 
 test: $(READY)  ## run the whole test suite on two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The large extras and the real model are only for this: the other targets do without them.
+$(REAL): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,eval,gguf]'
+	@touch $@
+
+smollm2: $(REAL)  ## fetch a pretrained model, SmolLM2-135M-Instruct, once (93 MB); prints its folder
+	@$(BIN)/python scripts/fetch_smollm2.py
+
+test-real: smollm2  ## test with that model, and with lm-evaluation-harness
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real tests/test_harness.py
 
 lint: $(READY)  ## style and formatting
 	$(BIN)/ruff check .

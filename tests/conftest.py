@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tape_pe.encodings import ENCODINGS
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.options import ModelOptions, RunOptions
 from tape_pe.tasks import Addition
+from tape_pe.tasks.passkey import PasskeyTexts
 
 VOCAB_SIZE = 61
 # Options that an encoding cannot do without. Two tokens of three are digits, so that there are long numbers.
@@ -156,6 +159,37 @@ def layer_outputs() -> Callable[[torch.nn.Module], Any]:
                 handle.remove()
 
     return collect
+
+
+@pytest.fixture(scope="session")
+def passkey_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of words and single digits that puts a BOS token before every text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<bos>", "<eos>"], show_progress=False
+    )
+    texts = PasskeyTexts()
+    backend.train_from_iterator([texts.introduction, texts.filler, texts.key_sentence, texts.question] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory, passkey_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A folder with a tiny random Llama of transformers and that tokenizer, as any pretrained model comes."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(passkey_tokenizer), max_position_embeddings=256, eos_token_id=1, bos_token_id=0, **sizes
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+    passkey_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

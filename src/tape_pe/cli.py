@@ -9,28 +9,17 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from tape_pe import __version__
+from tape_pe import __version__, cli_language
+from tape_pe.cli_parts import Command, UsageError, quiet_loading, refusing
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-
-
-class UsageError(Exception):
-    """The command line or a file named on it cannot be used; the message says what is wrong with what."""
-
-
-class Command(NamedTuple):
-    """One command: its help line, the function that adds its arguments, and the function that runs it."""
-
-    help: str
-    add_arguments: Callable[[ArgumentParser, list[str]], None]
-    run: Callable[[Namespace], int]
 
 
 # --- train ---------------------------------------------------------------------------------------------------------
@@ -107,14 +96,14 @@ def _train(namespace: Namespace) -> int:
 
     values = namespace.as_dict()
     sections = {name: values[name] for name in ("output_dir", "model", "task", "training")}
-    options = _refusing(RunOptions.from_sections, sections)
+    options = refusing(RunOptions.from_sections, sections)
     if namespace.checkpoint and not namespace.resume:
         raise UsageError(f"checkpoint is {namespace.checkpoint}; it needs --resume")
     how = {"resume": namespace.checkpoint or namespace.resume, "overwrite": namespace.overwrite}
-    _refusing(check_run, options, **how)
-    _quiet_loading()
+    refusing(check_run, options, **how)
+    quiet_loading()
     try:
-        run = _refusing(train, options, **how)
+        run = refusing(train, options, **how)
     except TrainingInterruptedError as interruption:
         print(f"\nInterrupted: {interruption}\nGo on with: tape train {options.output_dir} --resume", file=sys.stderr)
         return 130
@@ -122,7 +111,7 @@ def _train(namespace: Namespace) -> int:
     return 0
 
 
-# --- evaluate, generate, report ------------------------------------------------------------------------------------
+# --- evaluate, report ----------------------------------------------------------------------------------------------
 
 
 def _evaluate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -134,7 +123,7 @@ def _evaluate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     words = [argument for argument in arguments if not argument.startswith("-")]
     run = next((word for word in words if Path(word).is_dir()), next(iter(arguments), "-"))
     if not run.startswith("-"):
-        task = _refusing(load_options, Path(run)).task
+        task = refusing(load_options, Path(run)).task
         hidden = {f.name for f in fields(task)} - set(task.evaluation_options)
         parser.add_class_arguments(type(task), "task", skip=hidden)
         parser.set_defaults({f"task.{name}": getattr(task, name) for name in task.evaluation_options})
@@ -146,28 +135,13 @@ def _evaluate(namespace: Namespace) -> int:
     run = Path(namespace.run)
     task_options = namespace.task.as_dict() if "task" in namespace else {}
     how = {"task_options": task_options, "batch_size": namespace.batch_size, "device": namespace.device}
-    _refusing(check_evaluation, run, **how)
-    _quiet_loading()
-    result = _refusing(evaluate, run, **how)
+    refusing(check_evaluation, run, **how)
+    quiet_loading()
+    result = refusing(evaluate, run, **how)
     for name, value in result.metrics.items():
         if not isinstance(value, (list, dict)):
             print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     print(f"Evaluated in {result.eval_seconds:.1f} s; appended to {run / 'results.jsonl'}")
-    return 0
-
-
-def _generate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("run", type=str, help="The run folder.")
-    parser.add_argument("prompt", type=str, help="A question of the run's task, such as '123+45='.")
-    parser.add_argument("--device", type=str, help="Where to run, such as cpu or cuda; default: the GPU if any.")
-
-
-def _generate(namespace: Namespace) -> int:
-    from tape_pe.evaluate import load_run
-
-    _quiet_loading()
-    options, model, tokenizer, _ = _refusing(load_run, Path(namespace.run), namespace.device)
-    print(_refusing(options.task.answer, model, tokenizer, namespace.prompt))
     return 0
 
 
@@ -181,7 +155,7 @@ def _report(namespace: Namespace) -> int:
     from tape_pe.results import read_results
 
     runs = [Path(run) for run in namespace.runs]
-    page = _refusing(write_report, runs, Path(namespace.output))
+    page = refusing(write_report, runs, Path(namespace.output))
     print(summary_table([read_results(run)[-1] for run in runs]))
     print(f"\n{page}")
     return 0
@@ -206,7 +180,7 @@ def _encodings(namespace: Namespace) -> int:
 
     names, options = list(dict.fromkeys(namespace.names)), namespace.encoding_options
     for name in names:
-        _refusing(get_encoding, name)
+        refusing(get_encoding, name)
     for option, needed in (("length", "picture"), ("model", "picture"), ("text", "model")):
         if namespace[option] is not None and namespace[needed] is None:
             raise UsageError(f"{option} is {namespace[option]!r}; it needs --{needed}")
@@ -216,7 +190,7 @@ def _encodings(namespace: Namespace) -> int:
         if namespace.json:
             raise UsageError("json and picture are both set; at most one can be")
         return _picture(namespace, names)
-    print(_refusing(facts_as_json if namespace.json else describe, names, options))
+    print(refusing(facts_as_json if namespace.json else describe, names, options))
     return 0
 
 
@@ -225,7 +199,7 @@ def _picture(namespace: Namespace, names: list[str]) -> int:
 
     output, length = Path(namespace.picture), 64 if namespace.length is None else namespace.length
     if namespace.model is None:
-        page = _refusing(write_encoding_patterns, output, names, namespace.encoding_options, length)
+        page = refusing(write_encoding_patterns, output, names, namespace.encoding_options, length)
         for name, reason in page.left_out.items():
             print(f"left out {name}: {reason}")
         print(page.path)
@@ -234,8 +208,8 @@ def _picture(namespace: Namespace, names: list[str]) -> int:
         raise UsageError(f"model is {namespace.model!r}; it has an encoding of its own, {names[0]} cannot be named")
     if namespace.text is not None and namespace.length is not None:
         raise UsageError(f"text and length are both set; the text has a length of its own, not {length}")
-    _quiet_loading()
-    print(_refusing(write_run_patterns, output, Path(namespace.model), namespace.text, length))
+    quiet_loading()
+    print(refusing(write_run_patterns, output, Path(namespace.model), namespace.text, length))
     return 0
 
 
@@ -253,7 +227,7 @@ def _info(namespace: Namespace) -> int:
     from tape_pe.results import library_versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backends = _refusing(describe_backends, device)
+    backends = refusing(describe_backends, device)
     for name, version in library_versions().items():
         print(f"{name}: {version}")
     print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}")
@@ -273,7 +247,7 @@ def _import_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 def _import_official(namespace: Namespace) -> int:
     from tape_pe.models.official import import_official
 
-    _refusing(import_official, Path(namespace.checkpoint_dir), Path(namespace.out_dir))
+    refusing(import_official, Path(namespace.checkpoint_dir), Path(namespace.out_dir))
     print(namespace.out_dir)
     return 0
 
@@ -281,27 +255,12 @@ def _import_official(namespace: Namespace) -> int:
 COMMANDS = {
     "train": Command("Train a model: tape train CONFIG.yaml [options].", _train_arguments, _train),
     "evaluate": Command("Score a finished run: tape evaluate RUN [options].", _evaluate_arguments, _evaluate),
-    "generate": Command("Ask a trained model: tape generate RUN '123+45='.", _generate_arguments, _generate),
+    **cli_language.COMMANDS,
     "report": Command("Write a report of evaluated runs.", _report_arguments, _report),
     "encodings": Command("List positional encodings, or draw them.", _encodings_arguments, _encodings),
     "info": Command("Show versions, device, threads and attention backends.", _no_arguments, _info),
     "import-official": Command("Convert a released checkpoint.", _import_arguments, _import_official),
 }
-
-
-def _refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls `function`; its complaints about input become a `UsageError`."""
-    try:
-        return function(*arguments, **options)
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
-
-
-def _quiet_loading() -> None:
-    """Hides the progress bars of reading and writing weights; those of training and scoring stay."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def _parser(arguments: list[str]) -> tuple[ArgumentParser, list[str]]:
@@ -344,6 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:
             words[1:] = _expand_config(words[1:])
+        if words[:1] == ["lm-eval"]:
+            return cli_language.run_lm_eval(words[1:])
         parser, known = _parser(words)
         namespace = parser.parse_args(words)
         return COMMANDS[namespace.command].run(namespace[namespace.command])

@@ -1,4 +1,4 @@
-"""Result lines: one JSON object per finished evaluation of a run. Tables and pictures are made from these alone."""
+"""Result lines: one JSON object per finished evaluation. Tables and pictures are made from these alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tape_pe.files import write_text
 
 RESULTS_FILE = "results.jsonl"
+
+RecordType = TypeVar("RecordType", "Result", "Measurement")
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,42 @@ class Result:
         return str(self.config["model"]["encoding"])
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What a language model scored, wherever it was trained.
+
+    Attributes:
+        task: what was measured, `"perplexity"` or `"passkey"`.
+        model: the model's folder or hub name.
+        settings: all that the scores depend on beside the model's name, as plain JSON values; two measurements that
+            agree in them measure the same.
+        git_revision: as in `Result`.
+        versions: as in `Result`.
+        parameters: number of parameters.
+        seconds: wall time, in seconds.
+        metrics: the scores.
+    """
+
+    task: str
+    model: str
+    settings: dict[str, Any]
+    git_revision: str | None
+    versions: dict[str, str]
+    parameters: int
+    seconds: float
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
 def append_result(run: Path, result: Result) -> Path:
     """Appends `result` as one line to the run folder's results file and returns the file's path."""
-    path = run / RESULTS_FILE
+    return append_line(run / RESULTS_FILE, result)
+
+
+def append_line(path: Path, record: Result | Measurement) -> Path:
+    """Appends `record` as one line to a file, which need not exist, and returns the path."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     complete = text[: text.rfind("\n") + 1]  # without a last line that an interruption cut off
-    write_text(path, complete + json.dumps(asdict(result), allow_nan=False) + "\n")
+    write_text(path, complete + json.dumps(asdict(record), allow_nan=False) + "\n")
     return path
 
 
@@ -73,9 +105,25 @@ def read_results(run: Path) -> list[Result]:
     path = run / RESULTS_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: evaluate the run first, with `tape evaluate {run}`")
-    known = {f.name for f in fields(Result)}
-    results = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    return _read_lines(path, Result)
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """Reads all lines of a file of measurements, oldest first; none where there is no file, or from a torn last line.
+
+    Raises:
+        ValueError: a line is not a measurement; the message names the file and the line.
+    """
+    return _read_lines(path, Measurement, torn_end=True) if path.is_file() else []
+
+
+def _read_lines(path: Path, kind: type[RecordType], torn_end: bool = False) -> list[RecordType]:
+    known = {f.name for f in fields(kind)}
+    text = path.read_text(encoding="utf-8")
+    if torn_end:
+        text = text[: text.rfind("\n") + 1]
+    records = []
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -83,10 +131,10 @@ def read_results(run: Path) -> list[Result]:
             unknown = sorted(set(values) - known)
             if unknown:
                 raise TypeError(f"unknown fields {unknown}")
-            results.append(Result(**values))
+            records.append(kind(**values))
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a result line ({error})") from error
-    return results
+            raise ValueError(f"{path}, line {number}: not a {kind.__name__.lower()} line ({error})") from error
+    return records
 
 
 def library_versions() -> dict[str, str]:

@@ -128,26 +128,7 @@ def heat_map(grid: Sequence[Sequence[float]], trained: int, *, file_format: str 
     rows, columns = values.shape
     with new_figure(5.0, 5.0 * (rows + 0.6) / (columns + 0.6)) as figure:
         axes = figure.add_subplot()
-        edges: dict[str, Any] = (
-            {"edgecolors": "white", "linewidth": 0.6} if max(rows, columns) <= LARGEST_WITH_VALUES else {}
-        )
-        mesh = axes.pcolormesh(
-            np.arange(columns + 1) + 0.5,
-            np.arange(rows + 1) + 0.5,
-            values,
-            cmap=COLOUR_MAP,
-            vmin=0,
-            vmax=100,
-            rasterized=max(rows, columns) > LARGEST_VECTOR_GRID,
-            **edges,
-        )
-        if max(rows, columns) <= LARGEST_WITH_VALUES:
-            size = min(10.5, 125 / max(rows, columns))
-            for (row, column), value in np.ndenumerate(values):
-                red, green, blue, _ = mesh.cmap(mesh.norm(value))
-                bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-                colour = "#000000" if bright else "#ffffff"
-                axes.text(column + 1, row + 1, f"{value:.0f}", color=colour, fontsize=size, ha="center", va="center")
+        _draw_shares(axes, values)
         square = Rectangle(
             (0.5, 0.5),
             min(trained, columns),
@@ -168,6 +149,39 @@ def heat_map(grid: Sequence[Sequence[float]], trained: int, *, file_format: str 
         axes.set_ylabel("digits of the first operand, n")
         for axis in (axes.xaxis, axes.yaxis):
             _length_ticks(axis, columns if axis is axes.xaxis else rows)
+        axes.tick_params(length=0, pad=6)
+        axes.spines[:].set_visible(False)
+        return saved(figure, file_format)
+
+
+def share_map(
+    grid: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    labels: tuple[str, str],
+    *,
+    file_format: str = "svg",
+) -> bytes:
+    """Scores over any two things, from 0 % to 100 % on the one colour scale that all heat maps share.
+
+    Args:
+        grid: shares in 0..1, NaN where there is none.
+        rows: what the rows are, from the top.
+        columns: what the columns are.
+        labels: what rows and columns are of.
+        file_format: `"svg"` or `"png"`.
+    """
+    values = 100 * np.asarray(grid, dtype=float)
+    with new_figure(5.0, 1.0 + 3.6 * min(1.4, max(0.12, len(rows) / len(columns)))) as figure:
+        axes = figure.add_subplot()
+        axes.set_facecolor(FAINT)
+        _draw_shares(axes, values)
+        axes.set_xlim(0.5, len(columns) + 0.5)
+        axes.set_ylim(len(rows) + 0.5, 0.5)
+        axes.set_xticks(range(1, len(columns) + 1), columns, rotation=45 if len(columns) > 7 else 0)
+        axes.set_yticks(range(1, len(rows) + 1), rows)
+        axes.set_ylabel(labels[0])
+        axes.set_xlabel(labels[1])
         axes.tick_params(length=0, pad=6)
         axes.spines[:].set_visible(False)
         return saved(figure, file_format)
@@ -214,6 +228,33 @@ def saved(figure: Figure, file_format: str) -> bytes:
     metadata = {"Date": None} if file_format == "svg" else None
     figure.savefig(buffer, format=file_format, dpi=160, metadata=metadata)
     return buffer.getvalue()
+
+
+def _draw_shares(axes: Any, values: np.ndarray) -> None:
+    """Percentages as coloured cells; those of row r and column c around (c + 1, r + 1), with their numbers if few."""
+    rows, columns = values.shape
+    few = max(rows, columns) <= LARGEST_WITH_VALUES
+    edges: dict[str, Any] = {"edgecolors": "white", "linewidth": 0.6} if few else {}
+    mesh = axes.pcolormesh(
+        np.arange(columns + 1) + 0.5,
+        np.arange(rows + 1) + 0.5,
+        values,
+        cmap=COLOUR_MAP,
+        vmin=0,
+        vmax=100,
+        rasterized=max(rows, columns) > LARGEST_VECTOR_GRID,
+        **edges,
+    )
+    if not few:
+        return
+    size = min(10.5, 125 / max(rows, columns))
+    for (row, column), value in np.ndenumerate(values):
+        if np.isnan(value):
+            continue
+        red, green, blue, _ = mesh.cmap(mesh.norm(value))
+        bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+        colour = "#000000" if bright else "#ffffff"
+        axes.text(column + 1, row + 1, f"{value:.0f}", color=colour, fontsize=size, ha="center", va="center")
 
 
 def _log_axis(axes: Any, lowest: float, highest: float) -> None:

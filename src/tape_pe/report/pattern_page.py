@@ -68,7 +68,7 @@ def write_encoding_patterns(
         if options:
             paragraphs.append("Options: " + ", ".join(f"{key}={value}" for key, value in options.items()) + ".")
         panels.append(_panel(name, parts, paragraphs))
-    page = template("patterns.html.j2").render(
+    page = template("panels.html.j2").render(
         title="Position patterns of " + (", ".join(names) if names else "all encodings"),
         about=(
             f"{length} positions and {MOST_HEADS} heads of width 64, layer 0, before any training: "
@@ -96,7 +96,7 @@ def write_model_patterns(output: Path, model: TapeLMForCausalLM, input_ids: Tens
     """
     check_output(output)
     layers = enumerate(model_patterns(model, input_ids))
-    page = template("patterns.html.j2").render(
+    page = template("panels.html.j2").render(
         title=f"Position patterns of {label}",
         about=f"The encoding {model.config.encoding} after training, layer by layer, while the model reads {text}.",
         reading=_reading(),

@@ -1,0 +1,46 @@
+"""What the modules of the `tape` command share."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from jsonargparse import ArgumentParser, Namespace
+
+
+class UsageError(Exception):
+    """The command line or a file named on it cannot be used; the message says what is wrong with what."""
+
+
+class Command(NamedTuple):
+    """One command: its help line, the function that adds its arguments, and the function that runs it."""
+
+    help: str
+    add_arguments: Callable[[ArgumentParser, list[str]], None]
+    run: Callable[[Namespace], int]
+
+
+def refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls `function`; its complaints about input become a `UsageError`."""
+    try:
+        return function(*arguments, **options)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def quiet_loading() -> None:
+    """Hides the progress bars of reading and writing weights; those of training and scoring stay."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Shows warnings as one line each, without the code that they come from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"tape: warning: {message}", file=sys.stderr)
+        yield
