@@ -2,6 +2,18 @@
 
 __version__ = "0.1.0"
 
+from tape_pe.convert import TapeConfig, UnsupportedModelError, convert, is_converted, unconvert
 from tape_pe.models import TapeCache, TapeCausalLMOutput, TapeLMConfig, TapeLMForCausalLM
 
-__all__ = ["TapeCache", "TapeCausalLMOutput", "TapeLMConfig", "TapeLMForCausalLM", "__version__"]
+__all__ = [
+    "TapeCache",
+    "TapeCausalLMOutput",
+    "TapeConfig",
+    "TapeLMConfig",
+    "TapeLMForCausalLM",
+    "UnsupportedModelError",
+    "__version__",
+    "convert",
+    "is_converted",
+    "unconvert",
+]

@@ -55,20 +55,24 @@ def state_of(position_ids: Tensor, frequencies: Frequencies, dtype: torch.dtype 
     return state.to(dtype)[:, None]
 
 
-def rotate(u: Tensor, state: Tensor) -> Tensor:
+def rotate(u: Tensor, state: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotates (and scales) channel pairs by a state: the complex product (a, b), (c, s) -> (ac - bs, as + bc).
 
     Args:
         u: queries or keys, `[B, H, N, D]`; pair j is channels (j, j + D/2).
         state: packed `[c | s]`, `[B | 1, Hs, N, D]`, Hs dividing H; head h uses head `h // (H / Hs)` of the state.
+        interleaved: pair j of `u` is channels (2j, 2j + 1) instead.
 
     Returns:
         `[B, H, N, D]` in the dtype of `u`.
     """
 
     def product(u: Tensor, state: Tensor) -> Tensor:
-        a, b = u.chunk(2, dim=-1)
         c, s = state.chunk(2, dim=-1)
+        if interleaved:
+            a, b = u[..., 0::2], u[..., 1::2]
+            return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2)
+        a, b = u.chunk(2, dim=-1)
         return torch.cat([a * c - b * s, a * s + b * c], dim=-1)
 
     return per_state_head(u, state, product)

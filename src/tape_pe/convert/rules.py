@@ -1,0 +1,51 @@
+"""A new frequency rule for a pretrained model, in the form of transformers' `rope_parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+RULES = ("linear", "ntk", "yarn")
+
+
+def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -> dict[str, Any]:
+    """The `rope_parameters` of `config` with a rule of context extension put in.
+
+    * `{"rope_type": "linear", "factor": f}`: positions divided by f (Chen et al., arXiv 2306.15595).
+    * `{"rope_type": "ntk", "factor": f}`: theta multiplied by f^(D / (D - 2)), which divides the lowest frequency by f
+      and leaves the highest; written as a new `rope_theta`.
+    * `{"rope_type": "yarn", "factor": f, ...}`: Peng et al., arXiv 2309.00071, with the options of transformers.
+
+    Args:
+        rule: the new rule; with models of several rotary tables it is for `full_attention`.
+        rotary_dim: D, the rotated channels of a head.
+        config: the model's config, which is only read.
+
+    Raises:
+        ValueError: an unknown rule, a factor below 1, or a model that has a rule other than the default already.
+    """
+    rope_type = rule.get("rope_type")
+    if rope_type not in RULES:
+        raise ValueError(f"rope.rope_type={rope_type!r}: allowed values are {', '.join(RULES)}")
+    factor = rule.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor >= 1 or factor == float("inf"):
+        raise ValueError(f"rope.factor={factor!r}: a number of at least 1 is needed")
+    allowed = {"rope_type", "factor"}
+    if rope_type == "yarn":
+        allowed |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+        allowed |= {"original_max_position_embeddings"}
+    for key in rule:
+        if key not in allowed:
+            raise ValueError(f"rope.{key}={rule[key]!r}: {rope_type} has {', '.join(sorted(allowed))}")
+    parameters = dict(config.rope_parameters)
+    own = parameters.get("full_attention") if "full_attention" in parameters else parameters
+    if own.get("rope_type", "default") != "default":
+        raise ValueError(f"rope={dict(rule)!r}: the model has the rule {own['rope_type']!r} already")
+    own = dict(own)
+    if rope_type == "ntk":
+        own["rope_theta"] = own["rope_theta"] * factor ** (rotary_dim / (rotary_dim - 2))
+    else:
+        own.update(rule)
+        if rope_type == "yarn":
+            own.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    return {**parameters, "full_attention": own} if "full_attention" in parameters else own
