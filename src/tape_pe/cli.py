@@ -16,7 +16,7 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from tape_pe import __version__, cli_language
+from tape_pe import __version__, cli_finetune, cli_language
 from tape_pe.cli_parts import Command, UsageError, quiet_loading, refusing
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -255,6 +255,7 @@ def _import_official(namespace: Namespace) -> int:
 COMMANDS = {
     "train": Command("Train a model: tape train CONFIG.yaml [options].", _train_arguments, _train),
     "evaluate": Command("Score a finished run: tape evaluate RUN [options].", _evaluate_arguments, _evaluate),
+    **cli_finetune.COMMANDS,
     **cli_language.COMMANDS,
     "report": Command("Write a report of evaluated runs.", _report_arguments, _report),
     "encodings": Command("List positional encodings, or draw them.", _encodings_arguments, _encodings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +46,8 @@ def load_causal_lm(
     if file is None:
         name = check_model_place(path_or_name)
         return load_base(name, **how).eval(), load_tokenizer(name)
-    base = read_json(file).get(_BASE)
-    changes = read_json(folder / FINETUNE_FILE)["config"] if (folder / FINETUNE_FILE).is_file() else {}
+    own = read_json(folder / FINETUNE_FILE) if (folder / FINETUNE_FILE).is_file() else {}
+    base, changes = own.get(_BASE) or read_json(file).get(_BASE), own.get("config", {})
     if not isinstance(base, str) or not base:
         raise ValueError(f"{file} names no base model under {_BASE!r}")
     try:
@@ -137,11 +138,19 @@ def check_peft() -> None:
         raise ValueError("PEFT is needed for LoRA adapters and is not installed: pip install 'tape-pe[peft]'")
 
 
+@contextmanager
+def without_peft_warnings() -> Iterator[None]:
+    """PEFT asks transformers for a name that transformers has deprecated, which is nothing to tell a user."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
 def _load_peft(model: Any, folder: Path) -> Any:
     check_peft()
     from peft import PeftModel
 
-    with _explained(str(folder)):
+    with _explained(str(folder)), without_peft_warnings():
         return PeftModel.from_pretrained(model, folder)
 
 
@@ -151,5 +160,5 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        reason = " ".join(str(error).split())[:300] or repr(error)
         raise ValueError(f"model {name!r} cannot be loaded: {reason}") from error

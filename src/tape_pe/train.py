@@ -13,12 +13,14 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -286,7 +288,7 @@ class RunTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See `Trainer.training_step`; raises FloatingPointError as soon as a loss is not finite."""
         loss = super().training_step(*args, **kwargs)
-        value = loss.item()
+        value = (loss if self.args.world_size == 1 else self.accelerator.reduce(loss.detach(), "mean")).item()
         if not math.isfinite(value):
             raise FloatingPointError(f"the training loss is {value} at step {self.state.global_step + 1}")
         self._interval_loss += value
@@ -305,14 +307,21 @@ class RunTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         run = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with staging_folder(run) as self._staging:
+        writes = self.args.should_save
+        with staging_folder(run) if writes else nullcontext() as staging:
+            # Every process has files for the checkpoint, and the first one's folder takes them all.
+            self._staging = Path(broadcast_object_list([str(staging)])[0])
             super()._save_checkpoint(model, trial)
-            interval = {"interval_loss": self._interval_loss, "interval_steps": self._interval_steps}
-            write_json(self._staging / name / PROGRESS_FILE, {**self.progress(), **interval})
-            shutil.rmtree(run / name, ignore_errors=True)
-            os.replace(self._staging / name, run / name)
+            self.accelerator.wait_for_everyone()
+            if writes:
+                interval = {"interval_loss": self._interval_loss, "interval_steps": self._interval_steps}
+                write_json(self._staging / name / PROGRESS_FILE, {**self.progress(), **interval})
+                shutil.rmtree(run / name, ignore_errors=True)
+                os.replace(self._staging / name, run / name)
         self._staging = None
-        rotate_checkpoints(str(run), self.args.save_total_limit)
+        if writes:
+            rotate_checkpoints(str(run), self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
 
 
 class _StepCounter(TrainerCallback):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tape_pe.finetune_options import FinetuneOptions
 
 TEXT = "".join(f"def f{n}(x):\n    return x * {n} + {n * n % 97}\n\n" for n in range(400))
 
@@ -32,12 +36,38 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def make_finetune(base_folder: Path, text_file: Path, tmp_path: Path) -> Callable[..., FinetuneOptions]:
+    """Options of a run that takes a second: three steps at twice the base's length."""
+
+    def make(method: str, name: str = "run", **changes: Any) -> FinetuneOptions:
+        values = {
+            "model": str(base_folder),
+            "data": str(text_file),
+            "output_dir": str(tmp_path / name),
+            "length": 64,
+            "max_steps": 3,
+            "batch_size": 2,
+            "accumulation": 2,
+            "learning_rate": 1e-3,
+            "warmup_steps": 1,
+            "eval_blocks": 4,
+            "logging_steps": 1,
+            "progress": False,
+        }
+        return FinetuneOptions(method=method, **{**values, **changes})
+
+    return make
+
+
 def make_base(folder: Path, **changes: object) -> Path:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator([TEXT], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     sizes = {
@@ -52,7 +82,8 @@ def make_base(folder: Path, **changes: object) -> Path:
         "bos_token_id": None,
         "initializer_range": 0.1,
     }
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,0 +1,218 @@
+"""Whole fine-tuning runs: their results, interruptions, several processes, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tape_pe.finetune import BlockDataset, FinetuneTrainer, finetune, held_out_loss
+from tape_pe.finetune_options import METHODS, FinetuneOptions, check_finetune
+from tape_pe.pretrained import FINETUNE_FILE, load_causal_lm
+from tape_pe.results import read_results
+from tape_pe.text import read_texts, token_blocks
+from tape_pe.train import TrainingInterruptedError
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_result_and_output(make_finetune, text_file, method):
+    options = make_finetune(method)
+    result = finetune(options)
+    folder, metrics = options.folder, result["metrics"]
+    assert read_results(folder)[0].metrics == metrics
+    assert (result["task"], result["steps"], result["tokens"]) == ("finetune", 3, 3 * 4 * 64)
+    assert result["config"]["model"]["rope_parameters"]["rope_type"] == ("default" if method == "theta" else "linear")
+    assert result["config"]["finetune"] == json.loads((folder / FINETUNE_FILE).read_text())["options"]
+    assert [step for step, _ in result["loss_curve"]] == [1, 2, 3]
+    assert metrics["train_loss"] == result["loss_curve"][-1][1]
+    assert metrics["held_out_loss"] < metrics["held_out_loss_before"]
+    assert result["parameters"] == metrics["trained"][-1]["parameters"]
+    assert not list(folder.glob("checkpoint-*"))
+
+    model, tokenizer = load_causal_lm(folder)
+    blocks = list(token_blocks(read_texts(str(text_file)), tokenizer, 64))[:4]
+    assert held_out_loss(model, torch.tensor(blocks), 2) == metrics["held_out_loss"]
+    assert finetune(options, resume=True) == result  # nothing left to do
+    with pytest.raises(FileExistsError, match="holds a run already; use --resume"):
+        finetune(options)
+
+
+def interrupting(training_step):
+    """That step, with Ctrl-C in the middle of the second one."""
+    sent = []
+
+    def step(trainer, *arguments, **named):
+        if trainer.state.global_step == 1 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+        return training_step(trainer, *arguments, **named)
+
+    return step
+
+
+def weights(folder):
+    (path,) = folder.glob("*.safetensors")
+    return load_file(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_has_the_same_weights(make_finetune, monkeypatch, method):
+    whole = make_finetune(method, "whole")
+    expected = finetune(whole)
+    options = make_finetune(method, "parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(FinetuneTrainer, "training_step", interrupting(FinetuneTrainer.training_step))
+        with pytest.raises(TrainingInterruptedError, match="stopped after step 2"):
+            finetune(options)
+    assert [path.name for path in options.folder.iterdir() if path.is_dir()] == ["checkpoint-2"]
+    with pytest.raises(FileNotFoundError, match="fine-tuning has not finished"):
+        load_causal_lm(options.folder)
+    for changes, message in (
+        ({"lora_rank": 4}, "lora_rank is 4; the run to resume has 8"),
+        ({"also_train": ("norm",)}, r"also_train is \['norm'\]; the run to resume has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune(replace(options, **changes), resume=True)
+    result = finetune(options, resume=True)
+    assert result["loss_curve"] == expected["loss_curve"]
+    assert result["metrics"] == expected["metrics"]
+    parts, whole = weights(options.folder), weights(whole.folder)
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_checkpointing_and_bf16(make_finetune):
+    one = finetune(make_finetune("lora", "one"))
+    other = finetune(make_finetune("lora", "other", activation_checkpointing=True))
+    assert other["loss_curve"] == one["loss_curve"]
+    rounded = finetune(make_finetune("lora", "rounded", bf16=True))
+    assert rounded["loss_curve"] != one["loss_curve"]
+    assert rounded["metrics"]["held_out_loss"] == pytest.approx(one["metrics"]["held_out_loss"], rel=1e-2)
+
+
+def test_accumulation_makes_no_difference(make_finetune):
+    one = finetune(make_finetune("full", "one"))
+    other = finetune(make_finetune("full", "other", batch_size=4, accumulation=1))
+    losses = ([loss for _, loss in result["loss_curve"]] for result in (one, other))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_curve(make_finetune):
+    one = finetune(make_finetune("lora", "one", batch_size=4, accumulation=1))
+    options = make_finetune("lora", "two", batch_size=2, accumulation=1)
+    flags = {
+        **{name: getattr(options, name) for name in ("data", "output_dir", "method", "length", "max_steps")},
+        **{name: getattr(options, name) for name in ("batch_size", "accumulation", "learning_rate", "warmup_steps")},
+        **{name: getattr(options, name) for name in ("eval_blocks", "logging_steps")},
+        "save_steps": 2,
+        "progress": "false",
+    }
+    # `accelerate launch --cpu --num_processes 2` starts one process, unless there is mpirun.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--module"]
+    command += ["tape_pe.cli", "finetune", options.model, *(f"--{name}={value}" for name, value in flags.items())]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("together") == 1  # the first process speaks for both
+    (two,) = read_results(options.folder)
+    assert (two.tokens, two.steps) == (one["tokens"], 3)
+    assert [loss for _, loss in two.loss_curve] == pytest.approx([loss for _, loss in one["loss_curve"]], rel=1e-5)
+    assert two.metrics["held_out_loss"] == pytest.approx(one["metrics"]["held_out_loss"], rel=1e-5)
+
+
+def test_short_texts_are_repeated_in_other_orders():
+    data = BlockDataset(torch.arange(5)[:, None], 12, seed=3)
+    seen = [int(data[i]["input_ids"]) for i in range(len(data))]
+    assert len(seen) == 12
+    assert sorted(seen[:5]) == sorted(seen[5:10]) == [0, 1, 2, 3, 4]
+    assert seen[:5] != seen[5:10]
+    assert seen != [int(row["input_ids"]) for row in BlockDataset(torch.arange(5)[:, None], 12, seed=4)]
+
+
+def test_held_out_blocks_are_not_trained_on(make_finetune, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(FinetuneTrainer, "train", lambda trainer, **_: kept.update(data=trainer.train_dataset))
+    options = make_finetune("full", eval_blocks=4, data_tokens=64 * 20)
+    with pytest.raises(TrainingInterruptedError):
+        finetune(options)
+    _, tokenizer = load_causal_lm(options.model)
+    blocks = list(token_blocks(read_texts(options.data), tokenizer, 64))
+    assert kept["data"].blocks.tolist() == blocks[4:24]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 1}, "length is 1; it must be an integer of at least 2"),
+        ({"method": "magic"}, "method is 'magic'; it must be one of tape, lora, longlora, theta, full"),
+        ({"method": "longlora", "length": 66}, "length is 66; longlora has four groups"),
+        ({"rope": "dynamic"}, "rope is 'dynamic'; it must be one of linear, ntk, yarn, none"),
+        ({"rope": "none", "factor": 2.0}, "factor is 2.0; it needs a rule"),
+        ({"factor": 0.5}, "factor is 0.5; it must be a number of at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"learning_rate": float("inf")}, "learning_rate is inf; it must be finite"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**32}, "seed is 4294967296; it must be below"),
+        ({"also_train": ("",)}, "also_train is"),
+    ],
+)
+def test_values_out_of_range(changes, message):
+    with pytest.raises(ValueError, match=message):
+        FinetuneOptions(**{"model": "m", "length": 64, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "/none"}, FileNotFoundError, "'/none' is not a model folder"),
+        ({"data": "/none"}, FileNotFoundError, "data is '/none', which does not exist"),
+        ({"eval_data": "/none"}, FileNotFoundError, "data is '/none', which does not exist"),
+        ({"tape": {"position_size": 4}}, ValueError, "tape is {'position_size': 4}; the method lora has no such"),
+        ({"method": "tape", "tape": {"size": 4}}, ValueError, "tape.size=4: known options are"),
+        ({"method": "tape", "tape": {"rope": {}}}, ValueError, "tape.rope is {}; the options rope and factor"),
+        ({"method": "tape", "tape": {"position_size": -1}}, ValueError, "position_size=-1"),
+    ],
+)
+def test_refused_before_any_work(make_finetune, changes, error, message):
+    options = replace(make_finetune("lora"), **changes)
+    with pytest.raises(error, match=message):
+        check_finetune(options)
+    assert not options.folder.exists()
+
+
+def test_adapters_and_foreign_folders_are_refused(make_finetune, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="which holds an adapter"):
+        check_finetune(make_finetune("lora", model=str(tmp_path / "adapter")))
+    options = make_finetune("lora", "foreign")
+    options.folder.mkdir()
+    (options.folder / "notes.txt").write_text("")
+    with pytest.raises(FileExistsError, match="holds other files; choose another folder"):
+        check_finetune(options, resume=True)
+    with pytest.raises(FileExistsError, match="which is a file"):
+        check_finetune(replace(options, output_dir=str(options.folder / "notes.txt")))
+
+
+def test_too_little_text(make_finetune, tmp_path):
+    (tmp_path / "short.txt").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"too little text: no block of 64 tokens .* behind eval_blocks=4"):
+        finetune(make_finetune("lora", data=str(tmp_path / "short.txt")))
+    with pytest.raises(ValueError, match=r"eval_data is .*fewer than length=64 tokens"):
+        finetune(make_finetune("lora", eval_data=str(tmp_path / "short.txt")))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make_finetune):
+    with pytest.raises(FloatingPointError, match="the training loss is nan at step"):
+        finetune(make_finetune("full", learning_rate=1e30, max_grad_norm=0.0, max_steps=6))

@@ -1,0 +1,109 @@
+"""What each method changes, trains and saves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tape_pe.finetune import _begin
+from tape_pe.finetune_options import METHODS
+from tape_pe.methods import build_model, config_changes, save_model, trained_groups, trained_table
+from tape_pe.pretrained import load_causal_lm, load_tokenizer
+
+TOKENS = torch.arange(1, 65)[None]
+ORIGINAL = "original_max_position_embeddings"
+OWN = {"tape": ".tape.", "lora": "lora_", "longlora": "lora_", "theta": "lora_"}
+
+
+def build(options):
+    """The model, its new weights at random values."""
+    changes = config_changes(options, AutoConfig.from_pretrained(options.model))
+    torch.manual_seed(1)
+    model = build_model(options, changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model, changes
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("method", METHODS)
+def test_trained_weights_and_a_reload(make_finetune, tied_folder, method, tied):
+    options = make_finetune(method, **({"model": str(tied_folder)} if tied else {}))
+    model, changes = build(options)
+    model.train()(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for name, parameter in model.named_parameters():
+        last = name.split(".")[-2] if "modules_to_save" not in name else name.split("modules_to_save")[0]
+        wanted = method == "full" or OWN[method] in name or (
+            ("embed" in last or "norm" in last) and (".original_module" not in name)
+        )  # fmt: skip
+        assert parameter.requires_grad == wanted, name
+        assert (parameter.grad is not None) == wanted, name
+    groups = {group.name: group for group in trained_groups(model)}
+    assert groups["together"].parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert groups["embeddings"].parameters == model.get_input_embeddings().weight.numel()
+    assert {"norms", "together"} < set(groups)
+    assert trained_table(model).splitlines()[0].split() == ["trained", "tensors", "parameters", "share"]
+
+    expected = model.eval()(TOKENS).logits
+    _begin(options, changes)
+    save_model(model, options, options.folder)
+    load_tokenizer(options.model).save_pretrained(options.folder)
+    loaded, _ = load_causal_lm(options.folder)
+    assert torch.equal(loaded(TOKENS).logits, expected)
+    base, _ = load_causal_lm(options.model)
+    assert not torch.allclose(base(TOKENS).logits, expected)
+    assert loaded.config.rope_parameters == {**base.config.rope_parameters, **changes["rope_parameters"]}
+    assert loaded.config.max_position_embeddings == 64
+    assert loaded.config._attn_implementation == "sdpa"
+    assert loaded.generate(TOKENS[:, :8], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 10)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "full"])
+def test_nothing_else_can_be_trained(make_finetune, method):
+    model, _ = build(make_finetune(method, also_train=()))
+    assert all(OWN[method] in name for name, p in model.named_parameters() if p.requires_grad)
+    assert [group.name for group in trained_groups(model)][1:] == ["together"]
+
+
+def test_unknown_modules_are_refused(make_finetune):
+    with pytest.raises(ValueError, match="also_train is 'head_of_all', which is in the name of no module"):
+        build(make_finetune("lora", also_train=("norm", "head_of_all")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+        ({"factor": 3.0}, {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}),
+        ({"rope": "ntk"}, {"rope_type": "default", "rope_theta": 1e4 * 2 ** (8 / 6)}),
+        ({"rope": "yarn"}, {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, ORIGINAL: 32}),
+        ({"rope": "none"}, None),
+        ({"length": 32}, None),
+        ({"method": "theta"}, {"rope_type": "default", "rope_theta": 1e6}),
+        ({"method": "theta", "rope": "linear"}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
+    ],
+)  # fmt: skip
+def test_frequency_rules(make_finetune, base_folder, changes, rule):
+    options = replace(make_finetune("lora"), **changes)
+    found = config_changes(options, AutoConfig.from_pretrained(base_folder))
+    assert found.get("rope_parameters") == rule
+    assert found["max_position_embeddings"] == max(32, options.length)
+
+
+def test_models_with_a_rule_keep_it_or_are_refused(make_finetune, base_folder):
+    config = AutoConfig.from_pretrained(base_folder)
+    config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match=r"the model has the rule 'linear' already; --rope none keeps"):
+        config_changes(make_finetune("lora"), config)
+    assert config_changes(make_finetune("lora", rope="none"), config) == {"max_position_embeddings": 64}
+
+
+def test_weights_of_the_base_are_left_alone(make_finetune, base_folder):
+    before = (Path(base_folder) / "model.safetensors").read_bytes()
+    model, _ = build(make_finetune("full"))
+    save_model(model, make_finetune("full"), make_finetune("full").folder)
+    assert (Path(base_folder) / "model.safetensors").read_bytes() == before
