@@ -109,7 +109,13 @@ def tape_config_class(base: Any) -> type[PreTrainedConfig]:
 @cache
 def tape_model_class(base: Any) -> type[TapeModelMixin]:
     """The class that models of class `base` get when they are converted."""
-    values = {"__module__": __name__, "config_class": tape_config_class(base.config_class), "tape_base": base}
+    values = {
+        "__module__": __name__,
+        "config_class": tape_config_class(base.config_class),
+        "tape_base": base,
+        # Loaded in half precision, position weights stay fp32, as conversion makes them.
+        "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or ()), "tape"],
+    }
     return type(f"{PREFIX}{base.__name__}", (TapeModelMixin, base), values)
 
 
