@@ -87,7 +87,7 @@ def write_data(folder: Path) -> None:
 
 
 def held_out_tokens(tokenizer: Any, folder: Path, length: int) -> Tensor:
-    """From each held-out file that is long enough, its second `length` tokens, behind the licence: `[files, length]`."""
+    """The second `length` tokens, behind the licence, of each held-out file that is long enough: `[files, length]`."""
     rows = [tokenizer(text).input_ids[length : 2 * length] for text in read_texts(str(folder / "test.jsonl"))]
     return torch.tensor([row for row in rows if len(row) == length])
 

@@ -168,7 +168,10 @@ def test_missing_position_weights_are_reported_and_start_at_their_start(tmp_path
 @torch.no_grad()
 def test_loaded_in_half_precision_position_weights_stay_fp32(tmp_path):
     model, ids = small_tape_model("llama"), tokens(2, 14)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model.to(torch.bfloat16)
+    for layer in model.model.layers[:-1]:
+        layer.tape.float()
+    model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     dtypes = {".tape." in name: p.dtype for name, p in reloaded.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}

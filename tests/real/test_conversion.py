@@ -31,9 +31,7 @@ def before(smollm2):
     """Logits of the model on a text, in eager attention, before anything is done to it."""
     model, tokenizer = smollm2
     model.set_attn_implementation("eager")
-    ids = tokenizer(
-        "A rotary encoding turns queries and keys by an angle that grows with", return_tensors="pt"
-    ).input_ids
+    ids = tokenizer("A rotary encoding turns queries and keys by an angle that", return_tensors="pt").input_ids
     with torch.inference_mode():
         return ids, model(ids).logits
 
@@ -96,7 +94,7 @@ def test_rows_padded_on_the_left_write_their_own_text(adapted, smollm2):
     tokenizer = smollm2[1]
     prompts = [
         "The capital of France is",
-        "Water boils at a temperature of one hundred degrees Celsius, which is the same as",
+        "Water boils at a temperature of one hundred degrees, which is",
     ]
     tokenizer.padding_side = "left"
     batch = tokenizer(prompts, padding=True, return_tensors="pt")
