@@ -2,7 +2,17 @@
 
 __version__ = "0.1.0"
 
-from tape_pe.convert import TapeConfig, UnsupportedModelError, convert, is_converted, unconvert
+from tape_pe.convert import (
+    TapeConfig,
+    UnsupportedModelError,
+    convert,
+    freeze_base,
+    is_converted,
+    load_adapter,
+    save_adapter,
+    trainable_parameters,
+    unconvert,
+)
 from tape_pe.models import TapeCache, TapeCausalLMOutput, TapeLMConfig, TapeLMForCausalLM
 
 __all__ = [
@@ -14,6 +24,10 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "convert",
+    "freeze_base",
     "is_converted",
+    "load_adapter",
+    "save_adapter",
+    "trainable_parameters",
     "unconvert",
 ]

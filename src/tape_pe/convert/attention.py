@@ -67,7 +67,7 @@ class LayerStates:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, width: int, mask: Any, kwargs: dict[str, Any]
+    module: Any, query: Tensor, key: Tensor, value: Tensor, width: int, mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output `[B, N, H, width]`, averaged state `[B, N, H, Dr]` and weights, from wide values `[v | z]`."""
     implementation = module.config.base._attn_implementation

@@ -63,13 +63,17 @@ def install(model: PreTrainedModel, structure: Structure, config: TapeConfig) ->
     install_layers(structure, config)
     model_config: Any = model.config
     forms = list(dict.fromkeys(plan.form for plan in structure.layers if plan.form is not None))
-    model_config.__class__ = tape_config_class(type(model_config))
+    if not isinstance(model, TapeModelMixin):
+        base: Any = type(model_config)
+        model_config.__class__ = tape_config_class(base)
     model_config.tape = config.to_dict()
     model_config.tape_forms = [form.to_dict() for form in forms]
     model_config.tape_layers = [None if plan.form is None else forms.index(plan.form) for plan in structure.layers]
-    for module in {model, structure.decoder}:
-        set_class(module, tape_model_class(type(module)))
-        _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+    for module in (model, structure.decoder):
+        if not isinstance(module, TapeModelMixin):
+            base = type(module)
+            set_class(module, tape_model_class(base))
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -96,16 +100,22 @@ def _structure_of(model: PreTrainedModel) -> Structure:
 
 
 @cache
-def tape_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def tape_config_class(base: Any) -> type[PreTrainedConfig]:
     """The config class of converted models whose config is a `base`."""
     name = f"{PREFIX}{base.__name__}"
     return type(name, (base,), {"__module__": __name__, "model_type": f"{TYPE_PREFIX}{base.model_type}"})
 
 
 @cache
-def tape_model_class(base: type[PreTrainedModel]) -> type[TapeModelMixin]:
+def tape_model_class(base: Any) -> type[TapeModelMixin]:
     """The class that models of class `base` get when they are converted."""
-    values = {"__module__": __name__, "config_class": tape_config_class(base.config_class), "tape_base": base}
+    values = {
+        "__module__": __name__,
+        "config_class": tape_config_class(base.config_class),
+        "tape_base": base,
+        # Loaded in half precision, position weights stay fp32, as conversion makes them.
+        "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or ()), "tape"],
+    }
     return type(f"{PREFIX}{base.__name__}", (TapeModelMixin, base), values)
 
 

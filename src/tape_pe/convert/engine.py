@@ -67,7 +67,14 @@ def convert(model: Model, config: TapeConfig | None = None, *, check: bool = Tru
         before = _logits(model) if check else None
         install(model, structure, config)
         if before is not None:
-            _check_equal(model, before, _logits(model), config)
+            try:
+                after = _logits(model)
+            except Exception as error:  # other people's code, run in a way that it may not know
+                raise UnsupportedModelError(
+                    f"model={type(model).__name__}: its layers do not work like those of the decoders of "
+                    f"transformers 5 ({type(error).__name__}: {error})"
+                ) from error
+            _check_equal(model, before, after, config)
     return model
 
 

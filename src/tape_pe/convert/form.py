@@ -41,7 +41,7 @@ class RotaryForm:
         return torch.cat([cos[..., :pairs], sin[..., :pairs]], dim=-1)[:, None]
 
     def rotate(self, u: Tensor, state: Tensor) -> Tensor:
-        """Rotates the first Dr channels of queries or keys `[B, H | Hkv, N, D]` by a state `[B | 1, Hkv | 1, N, Dr]`."""
+        """Rotates the first Dr channels of `u`, `[B, H | Hkv, N, D]`, by a state `[B | 1, Hkv | 1, N, Dr]`."""
         if u.shape[-1] == self.rotary_dim:
             return rotate(u, state, interleaved=self.interleaved)
         rotated = rotate(u[..., : self.rotary_dim], state, interleaved=self.interleaved)

@@ -13,9 +13,9 @@ from tape_pe.convert.layers import (
     TapeDecoderLayer,
     TapeMLP,
     TapeRotaryEmbedding,
+    add_mixin,
     private_config,
     set_class,
-    tape_class,
 )
 from tape_pe.convert.structure import LayerPlan, Structure
 
@@ -29,22 +29,24 @@ def install_layers(structure: Structure, config: TapeConfig) -> None:
         layer.tape_form = plan.form
         layer.tape_slot = structure.tables.index(plan.table) if plan.form is not None else 0
         layer.tape_keeps = structure.read_after(index)
-        set_class(layer, tape_class(TapeDecoderLayer, type(layer)))
+        add_mixin(layer, TapeDecoderLayer)
         if plan.form is not None:
             layer.self_attn.config = private_config(decoder.config)
         if layer.tape is not None:
-            set_class(layer.mlp, tape_class(TapeMLP, type(layer.mlp)))
-    set_class(decoder.rotary_emb, tape_class(TapeRotaryEmbedding, type(decoder.rotary_emb)))
+            add_mixin(layer.mlp, TapeMLP)
+    add_mixin(decoder.rotary_emb, TapeRotaryEmbedding)
 
 
 def uninstall_layers(decoder: PreTrainedModel) -> None:
     """Undoes `install_layers`; the weights are lost."""
     for module in decoder.modules():
         if isinstance(module, TapeDecoderLayer):
-            module.self_attn.config = decoder.config
+            attention: Any = module.self_attn
+            attention.config = decoder.config
             del module.tape, module.tape_form, module.tape_slot, module.tape_keeps
         if isinstance(module, (TapeDecoderLayer, TapeMLP, TapeRotaryEmbedding)):
-            set_class(module, type(module).tape_base)
+            cls: Any = type(module)
+            set_class(module, cls.tape_base)
 
 
 def _position_update(plan: LayerPlan, config: TapeConfig, model_config: Any) -> PositionUpdate | None:

@@ -20,8 +20,11 @@ from tape_pe.ops import contextualize
 class PositionUpdate(TapeLayer):
     """The weights of one layer, and the update of its states in fp32 whatever the model's dtype."""
 
-    def forward(self, state: Tensor, averaged_state: Tensor | None, mlp_input: Tensor, mlp_output: Tensor) -> Tensor:
+    def forward(
+        self, state: Tensor | None, averaged_state: Tensor | None, mlp_input: Tensor, mlp_output: Tensor
+    ) -> Tensor:
         """The new state `[B, Hkv, N, Dr]` in the dtype of `state`; arguments as in `tape_pe.encodings.tape`."""
+        assert state is not None
         gate = None
         if self.up is not None:
             content = mlp_output if self.gate_input == "mlp_output" else mlp_input
@@ -79,6 +82,7 @@ class TapeDecoderLayer(nn.Module):
         tape_keeps: for each delta, whether a later layer reads it.
     """
 
+    mlp: TapeMLP
     tape: PositionUpdate | None
     tape_form: RotaryForm | None
     tape_slot: int
@@ -123,13 +127,19 @@ class TapeDecoderLayer(nn.Module):
 
 
 @cache
-def tape_class(mixin: type, base: type) -> type:
+def tape_class(mixin: Any, base: Any) -> Any:
     """The subclass of `base` with `mixin` in front, one for each pair."""
     # The name stays: `device_map` and FSDP find the layers that belong together by it.
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "tape_base": base})
 
 
-def set_class(module: nn.Module, cls: type) -> None:
+def add_mixin(module: nn.Module, mixin: type) -> None:
+    """Makes a module an instance of its class with `mixin` in front."""
+    base: Any = type(module)
+    set_class(module, tape_class(mixin, base))
+
+
+def set_class(module: nn.Module, cls: Any) -> None:
     """Changes the class of a module; hooks of accelerate that hold the old class's `forward` get the new one's."""
     module.__class__ = cls
     if "_old_forward" in module.__dict__:

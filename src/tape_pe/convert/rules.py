@@ -38,7 +38,7 @@ def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -
         if key not in allowed:
             raise ValueError(f"rope.{key}={rule[key]!r}: {rope_type} has {', '.join(sorted(allowed))}")
     parameters = dict(config.rope_parameters)
-    own = parameters.get("full_attention") if "full_attention" in parameters else parameters
+    own: dict[str, Any] = parameters.get("full_attention") or parameters
     if own.get("rope_type", "default") != "default":
         raise ValueError(f"rope={dict(rule)!r}: the model has the rule {own['rope_type']!r} already")
     own = dict(own)

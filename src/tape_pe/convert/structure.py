@@ -186,7 +186,7 @@ def _record(attention: nn.Module, hidden_states: Tensor, tables: tuple[Tensor, T
 
 
 @torch.no_grad()
-def probe_form(decoder: Any, layer: nn.Module, table: str | None) -> RotaryForm | None:
+def probe_form(decoder: Any, layer: Any, table: str | None) -> RotaryForm | None:
     """How a layer rotates, found by comparing what it does with the model's tables to what it does without rotation.
 
     Returns:
