@@ -1,0 +1,214 @@
+"""Text for language models: documents from files, folders, this Python or a data set, cut into blocks of tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+STDLIB = "python-stdlib"
+"""The `data` that every machine has: the sources of the running Python's standard library."""
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+RECORD_SUFFIXES = (".jsonl", ".ndjson")
+DOCUMENT_MODES = ("packed", "separate")
+_TEST_SHARE = 20  # one file of so many of the standard library is in the test split
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Documents that are read anew, one after the other, each time they are iterated over."""
+
+    read: Callable[[], Iterator[str]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (text for text in self.read() if text)
+
+
+def read_texts(data: str, *, split: str = "train", text_field: str = "text", streaming: bool = True) -> Iterable[str]:
+    """The documents of a text collection, in the same order every time.
+
+    They are read while they are iterated over, which can be done more than once; empty ones are left out.
+
+    Args:
+        data: one of
+
+            * a `.txt`, `.md` or `.py` file, which is one document;
+            * a `.jsonl` file, one document per line;
+            * a folder: all such files in it, by path, those with hidden names left out;
+            * `"python-stdlib"`, the sources of the running Python's standard library, by path;
+            * the name of a data set on the Hugging Face hub, `NAME` or `NAME:CONFIGURATION`.
+        split: split of a data set. The standard library has `"train"` and `"test"`, about one file in twenty; files
+            and folders have no splits and are read whole.
+        text_field: field of a line or a data set's row that holds the text.
+        streaming: whether a data set is read while it is downloaded, instead of being stored first.
+
+    Raises:
+        FileNotFoundError: `data` is the path of something that does not exist.
+        ValueError: there is no text, or no such split or field, or the data set cannot be read.
+    """
+    if not data:
+        raise ValueError("data is empty; it must be a file, a folder or a data set")
+    path = Path(data).expanduser()
+    if data == STDLIB:
+        read = _stdlib_reader(split)
+    elif path.is_dir():
+        read = _folder_reader(path, text_field)
+    elif path.is_file():
+        read = _file_reader(path, text_field)
+    elif _is_path(data):
+        raise FileNotFoundError(f"data is {data!r}, which does not exist; it must be a file, a folder or a data set")
+    else:
+        read = _hub_reader(data, split, text_field, streaming)
+    texts = _Texts(read)
+    if next(iter(texts), None) is None:
+        raise ValueError(f"data is {data!r}, which holds no text")
+    return texts
+
+
+def has_splits(data: str) -> bool:
+    """Whether `split` makes a difference to `read_texts`: it does not for files and folders."""
+    return data == STDLIB or not Path(data).expanduser().exists()
+
+
+def token_blocks(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, *, documents: str = "packed"
+) -> Iterator[list[int]]:
+    """Blocks of exactly `length` tokens, made while they are iterated over.
+
+    A document's tokens are what the tokenizer makes of its text, and EOS behind them. Empty documents are left out.
+
+    Args:
+        texts: the documents.
+        tokenizer: must have an EOS token.
+        length: tokens of a block.
+        documents: `"packed"`: documents follow each other, and no token is lost but the last block's, where it is not
+            full; `"separate"`: no block holds more than one document, and the end of each that fills no block is lost.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if length < 1:
+        raise ValueError(f"length is {length}; it must be at least 1")
+    if documents not in DOCUMENT_MODES:
+        raise ValueError(f"documents is {documents!r}; it must be one of {', '.join(DOCUMENT_MODES)}")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("tokenizer has no EOS token; it must have one, to tell documents apart")
+    return _blocks(texts, tokenizer, length, documents == "packed")
+
+
+def _blocks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, packed: bool) -> Iterator[list[int]]:
+    waiting: list[int] = []
+    for text in filter(None, texts):
+        ids = tokenizer(text, verbose=False)["input_ids"]  # verbose would warn of the length, which is cut here
+        waiting = (waiting if packed else []) + ids
+        if waiting[-1:] != [tokenizer.eos_token_id]:
+            waiting.append(tokenizer.eos_token_id)
+        full = len(waiting) // length * length
+        for start in range(0, full, length):
+            yield waiting[start : start + length]
+        waiting = waiting[full:]
+
+
+def _is_path(data: str) -> bool:
+    """Whether a name that does not exist here was meant as a path, not as the name of a data set."""
+    name = data.partition(":")[0]
+    return (
+        data.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+        or Path(data).suffix in TEXT_SUFFIXES + RECORD_SUFFIXES
+    )  # fmt: skip
+
+
+def _file_reader(path: Path, text_field: str) -> Callable[[], Iterator[str]]:
+    if path.suffix in RECORD_SUFFIXES:
+        return lambda: _records(path, text_field)
+    if path.suffix in TEXT_SUFFIXES:
+        return lambda: iter([_document(path)])
+    raise ValueError(f"data is {str(path)!r}; a file must end in one of {', '.join(TEXT_SUFFIXES + RECORD_SUFFIXES)}")
+
+
+def _folder_reader(folder: Path, text_field: str) -> Callable[[], Iterator[str]]:
+    def visible(path: Path) -> bool:
+        return not any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and visible(path))
+    readers = [_file_reader(path, text_field) for path in paths if path.suffix in TEXT_SUFFIXES + RECORD_SUFFIXES]
+    return lambda: (text for reader in readers for text in reader())
+
+
+def _document(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _records(path: Path, text_field: str) -> Iterator[str]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            yield _field(record, text_field, f"{path}, line {number}")
+
+
+def _field(record: Any, text_field: str, where: str) -> str:
+    """The text of one record.
+
+    Raises:
+        ValueError: the record has no such field, or there is no text in it.
+    """
+    value = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(value, str):
+        there = f"the fields are {', '.join(map(repr, record))}" if isinstance(record, dict) else "it has no fields"
+        raise ValueError(f"text_field is {text_field!r}, which is no text in {where}; {there}")
+    return value
+
+
+def _stdlib_reader(split: str) -> Callable[[], Iterator[str]]:
+    """The library's modules without installed packages, and without files in other encodings, which are test cases."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}; {STDLIB} has train and test")
+    folder = Path(sysconfig.get_paths()["stdlib"])
+
+    def read() -> Iterator[str]:
+        for path in sorted(folder.rglob("*.py")):
+            name = path.relative_to(folder)
+            if {"site-packages", "dist-packages"} & set(name.parts):
+                continue
+            if (zlib.crc32(name.as_posix().encode()) % _TEST_SHARE == 0) != (split == "test"):
+                continue
+            try:
+                yield path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+
+    return read
+
+
+def _hub_reader(data: str, split: str, text_field: str, streaming: bool) -> Callable[[], Iterator[str]]:
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(
+            f"data is {data!r}, which is no file or folder; for data sets of the hub: pip install 'tape-pe[lm]'"
+        )
+    import datasets
+
+    name, _, configuration = data.partition(":")
+    try:
+        rows = datasets.load_dataset(name, configuration or None, split=split, streaming=streaming)
+    except Exception as error:  # the library raises all kinds: network, names, splits, formats
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ValueError(
+            f"data is {data!r}, which is no file or folder; as a data set, split {split!r} cannot be read: {reason}"
+        ) from error
+    return lambda: (_field(row, text_field, data) for row in rows)
