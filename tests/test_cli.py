@@ -132,7 +132,7 @@ def test_bad_files_are_refused_before_any_work(config, capsys, text, message):
         (["train", "."], "config.yaml is not a file"),
         (["evaluate", "."], ". is not a run folder: it has no config.yaml"),
         (["evaluate"], "arguments are required"),
-        (["generate", ".", "1+1="], ". is not a run folder"),
+        (["generate", ".", "1+1="], ". is a folder without a model: it has no config.json"),
         (["report", "nowhere"], "nowhere"),
         (["fly"], "invalid choice: 'fly' (choose from"),
         ([], "command"),

@@ -117,7 +117,7 @@ def test_warns_beyond_the_trained_length(make_model, tmp_path):
 def test_token_stream(passkey_tokenizer):
     bos, eos = passkey_tokenizer.bos_token_id, passkey_tokenizer.eos_token_id
     a, b = (passkey_tokenizer(text, add_special_tokens=False).input_ids for text in ("grass", " sky"))
-    assert token_stream(passkey_tokenizer, ["grass", " sky"]).tolist() == [bos, *a, eos, *b]
+    assert token_stream(passkey_tokenizer, ["grass", " sky"]).tolist() == [bos, *a, eos, bos, *b, eos]
     assert token_stream(passkey_tokenizer, ["grass"] * 100, max_tokens=7).shape == (7,)
     with pytest.raises(ValueError, match="data holds no text"):
         token_stream(passkey_tokenizer, [])

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from tape_pe.perplexity import perplexity, windows
 from tape_pe.results import Measurement, append_line, git_revision, library_versions, read_measurements
 from tape_pe.tasks.passkey import NEW_TOKENS, PasskeyPrompts, PasskeyTexts, answer_prompts
+from tape_pe.text import token_blocks
 
 
 def measure_perplexity(
@@ -139,21 +141,21 @@ def measure_passkey(
 
 
 def token_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens: int | None = None) -> Tensor:
-    """Texts as one row of tokens, `[N]`: what the tokenizer puts before a text, such as BOS, and EOS between them.
+    """Documents as one row of tokens, `[N]`, the way they follow each other in training; see `token_blocks`.
+
+    Args:
+        tokenizer: must have an EOS token.
+        texts: the documents.
+        max_tokens: stop after so many tokens; default: read all.
 
     Raises:
-        ValueError: the texts have no tokens.
+        ValueError: the tokenizer has no EOS token, or the documents have no tokens.
     """
-    ids: list[int] = []
-    for text in texts:
-        if ids and tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
-        ids += tokenizer(text, add_special_tokens=not ids)["input_ids"]
-        if max_tokens is not None and len(ids) >= max_tokens:
-            break
+    tokens = chain.from_iterable(token_blocks(texts, tokenizer, 1))
+    ids = list(islice(tokens, max_tokens))
     if not ids:
         raise ValueError("data holds no text")
-    return torch.tensor(ids[:max_tokens])
+    return torch.tensor(ids)
 
 
 def check_passkey(
