@@ -28,6 +28,8 @@ from tape_pe.finetune_options import FinetuneOptions
 from tape_pe.pretrained import load_causal_lm
 from tape_pe.text import read_texts
 
+HELD_OUT_FILES = 8
+
 # Options of `tape finetune` that give 0.23 M trained parameters on 30 layers of width 576 with 9 and 3 heads.
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora", "lora_rank": 2, "lora_alpha": 4.0},
@@ -49,7 +51,8 @@ class Plan:
         length: tokens of a training sample.
         batch_size: samples of a step.
         steps: optimizer steps.
-        learning_rate: constant after a warm-up of a tenth of the steps.
+        learning_rates: constant after a warm-up of a tenth of the steps. The first seed runs with each; later seeds
+            with the one that was better for their method, at the longest length.
         lengths: lengths at which the held-out loss is measured; each divides the largest.
     """
 
@@ -60,8 +63,8 @@ class Plan:
     seeds: tuple[int, ...] = (0, 1, 2)
     length: int = 512
     batch_size: int = 1
-    steps: int = 80
-    learning_rate: float = 1e-3
+    steps: int = 60
+    learning_rates: tuple[float, ...] = (2e-4, 1e-3)
     lengths: tuple[int, ...] = (256, 1024)
 
 
@@ -89,7 +92,7 @@ def write_data(folder: Path) -> None:
 def held_out_tokens(tokenizer: Any, folder: Path, length: int) -> Tensor:
     """The second `length` tokens, behind the licence, of each held-out file that is long enough: `[files, length]`."""
     rows = [tokenizer(text).input_ids[length : 2 * length] for text in read_texts(str(folder / "test.jsonl"))]
-    return torch.tensor([row for row in rows if len(row) == length])
+    return torch.tensor([row for row in rows if len(row) == length][:HELD_OUT_FILES])
 
 
 @torch.inference_mode()
@@ -110,53 +113,65 @@ def main(plan: Plan) -> None:
     write_data(data)
     results.parent.mkdir(parents=True, exist_ok=True)
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    done = {(line["method"], line["seed"]) for line in map(json.loads, lines)}
+    done = {(line["method"], line["learning_rate"], line["seed"]): line for line in map(json.loads, lines)}
     tokenizer = load_causal_lm(plan.model)[1]
     tokens = held_out_tokens(tokenizer, data, max(plan.lengths))
 
     def append(values: dict[str, Any]) -> None:
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
-        print(values)
+        done[values["method"], values["learning_rate"], values["seed"]] = values
+        print(values["method"], values["learning_rate"], values["seed"], values["held_out_loss"], flush=True)
 
-    if ("none", 0) not in done:
+    if ("none", 0.0, 0) not in done:
         losses = held_out_losses(load_causal_lm(plan.model)[0], tokens, plan.lengths)
-        append({"method": "none", "seed": 0, "trained_parameters": 0, "held_out_loss": losses})
+        append({"method": "none", "learning_rate": 0.0, "seed": 0, "held_out_loss": losses})
     for seed in plan.seeds:
         for method in plan.methods:
-            if (method, seed) in done:
-                continue
-            started = time.time()
-            folder = Path(plan.runs) / f"{method}-{seed}"
-            options = FinetuneOptions(
-                model=plan.model,
-                length=plan.length,
-                output_dir=str(folder),
-                data=str(data / "train.jsonl"),
-                data_tokens=2_000_000,
-                eval_blocks=0,
-                rope="none",
-                also_train=(),
-                max_steps=plan.steps,
-                batch_size=plan.batch_size,
-                accumulation=1,
-                learning_rate=plan.learning_rate,
-                warmup_steps=plan.steps // 10,
-                save_steps=20,
-                seed=seed,
-                **METHODS[method],
-            )
-            result = finetune(options, resume=folder.exists())
-            losses = held_out_losses(load_causal_lm(str(folder))[0], tokens, plan.lengths)
-            append(
-                {
-                    "method": method,
-                    "seed": seed,
-                    "held_out_loss": losses,
-                    "seconds": round(time.time() - started),
-                    "finetune": result,
-                }
-            )
+            for rate in plan.learning_rates if seed == plan.seeds[0] else [best_rate(plan, method, done)]:
+                if (method, rate, seed) not in done:
+                    append(run(plan, method, rate, seed, data, tokens))
+
+
+def best_rate(plan: Plan, method: str, done: dict[tuple[str, float, int], dict[str, Any]]) -> float:
+    """The learning rate with the lowest held-out loss at the longest length, for the first seed."""
+    longest = str(max(plan.lengths))
+    return min(plan.learning_rates, key=lambda rate: done[method, rate, plan.seeds[0]]["held_out_loss"][longest])
+
+
+def run(plan: Plan, method: str, rate: float, seed: int, data: Path, tokens: Tensor) -> dict[str, Any]:
+    """Fine-tunes once and measures; goes on where an interrupted run stopped."""
+    started = time.time()
+    folder = Path(plan.runs) / f"{method}-{rate:g}-{seed}"
+    options = FinetuneOptions(
+        model=plan.model,
+        length=plan.length,
+        output_dir=str(folder),
+        data=str(data / "train.jsonl"),
+        data_tokens=2_000_000,
+        eval_blocks=0,
+        rope="none",
+        also_train=(),
+        max_steps=plan.steps,
+        batch_size=plan.batch_size,
+        accumulation=1,
+        learning_rate=rate,
+        warmup_steps=plan.steps // 10,
+        save_steps=20,
+        progress=False,
+        seed=seed,
+        **METHODS[method],
+    )
+    result = finetune(options, resume=folder.exists())
+    losses = held_out_losses(load_causal_lm(str(folder))[0], tokens, plan.lengths)
+    return {
+        "method": method,
+        "learning_rate": rate,
+        "seed": seed,
+        "held_out_loss": losses,
+        "seconds": round(time.time() - started),
+        "finetune": result,
+    }
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from typing import Any
 from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, read_json
 from tape_pe.text import STDLIB, read_texts
 
-METHODS = ("tape", "lora", "longlora", "theta", "full")
-PEFT_METHODS = ("lora", "longlora", "theta")
+METHODS = ("tape", "lora", "tape_lora", "longlora", "theta", "full")
+PEFT_METHODS = ("lora", "tape_lora", "longlora", "theta")
+TAPE_METHODS = ("tape", "tape_lora")
 ROPE_RULES = ("linear", "ntk", "yarn", "none")
 FREE_ON_RESUME = frozenset({"output_dir", "save_steps", "logging_steps", "progress"})
 """Options that may differ when a run is resumed."""
@@ -26,6 +27,7 @@ class FinetuneOptions:
         model: a model folder, or the name of a model on the Hugging Face hub; no adapter.
         length: tokens of a training sample, and the length that the model is meant for afterwards.
         method: `"tape"` puts TAPE in and trains it; `"lora"` trains low-rank changes of the attention's projections;
+            `"tape_lora"` does both;
             `"longlora"` is the same with shifted sparse attention in training (arXiv 2309.12307); `"theta"` the same
             with a larger base of the rotary frequencies; `"full"` trains everything.
         output_dir: folder to write to; default: `runs/finetune/MODEL-METHOD-LENGTH`.
@@ -43,9 +45,9 @@ class FinetuneOptions:
         factor: how much the rule stretches; default: `length` in units of the longest text that the model is made for.
         rope_theta: base of the rotary frequencies with the method `theta`.
         also_train: what is trained beside the method's own weights: modules with one of these words in their name.
-        lora_rank: rank of the changes with `lora`, `longlora` and `theta`.
+        lora_rank: rank of the changes with `lora`, `tape_lora`, `longlora` and `theta`.
         lora_alpha: their scale, in units of 1 / rank.
-        tape: options of `tape_pe.TapeConfig` but `rope`, for the method `tape`.
+        tape: options of `tape_pe.TapeConfig` but `rope`, for the methods `tape` and `tape_lora`.
         max_steps: optimizer steps.
         batch_size: samples that a device reads at once.
         accumulation: batches of a device that make a step.
@@ -156,7 +158,7 @@ def check_finetune(options: FinetuneOptions, *, resume: bool = False) -> None:
     if (file := adapter_file(place)) is not None:
         raise ValueError(f"model is {options.model!r}, which holds an adapter ({file.name}); it must be a whole model")
     check_model_place(options.model)
-    if options.method == "tape":
+    if options.method in TAPE_METHODS:
         from tape_pe.convert import TapeConfig
 
         if "rope" in options.tape:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tape_pe.finetune_options import PEFT_METHODS, FinetuneOptions
+from tape_pe.finetune_options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.longlora import SHIFTED_SPARSE, register
 from tape_pe.pretrained import load_base, without_peft_warnings
 
@@ -84,12 +84,13 @@ def build_model(options: FinetuneOptions, changes: dict[str, Any]) -> Any:
         _check_names(model, options.also_train)
     if options.method == "full":
         return model.requires_grad_(True)
-    if options.method == "tape":
+    if options.method in TAPE_METHODS:
         from tape_pe.convert import TapeConfig, convert, freeze_base
 
         model = convert(model, TapeConfig.from_dict(options.tape))
-        freeze_base(model, also_train=options.also_train)
-        return model
+        if options.method == "tape":
+            freeze_base(model, also_train=options.also_train)
+            return model
     return _with_lora(model, options)
 
 
@@ -161,6 +162,8 @@ def _with_lora(model: Any, options: FinetuneOptions) -> Any:
     if not targets:
         raise ValueError(f"model is {options.model!r}, which has none of the layers {', '.join(PROJECTIONS)}")
     trained = sorted({name for word in options.also_train for name in _named(model, word)})
+    if options.method in TAPE_METHODS:
+        trained.append("tape")
     embeddings = model.get_input_embeddings()
     tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embeddings.weight
     own = next(name for name, module in model.named_modules() if module is embeddings).rpartition(".")[2]

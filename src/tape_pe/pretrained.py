@@ -60,6 +60,10 @@ def load_causal_lm(
 
         model = load_adapter(model, folder)
     else:
+        if own.get("method") == "tape_lora":
+            from tape_pe.convert import TapeConfig, convert
+
+            model = convert(model, TapeConfig.from_dict(own["options"]["tape"]))
         model = _load_peft(model, folder)
     return model.eval(), load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else name)
 
