@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tape_pe.ops import reference
-from tape_pe.ops.backends import blockwise, sdpa
+from tape_pe.ops.backends import blockwise, flex, sdpa
 from tape_pe.ops.inputs import AttentionInputs
 
 ENVIRONMENT_VARIABLE = "TAPE_BACKEND"
@@ -53,6 +53,13 @@ BACKENDS = {
             "rows in chunks, values and states with the same weights, no N x N buffer",
             blockwise.attention,
             lambda device: None if device.type == "cpu" else f"runs on cpu, not on {device.type}",
+        ),
+        Backend(
+            "flex",
+            "torch's flex_attention, compiled: values and states in one call, biases computed in place",
+            flex.attention,
+            flex.unavailable,
+            materializes_bias=False,
         ),
         Backend(
             "sdpa",
