@@ -218,9 +218,28 @@ def test_command_refuses(arguments, message, capsys, tmp_path, monkeypatch):
 
 
 def test_info_states_the_cost_of_biases(capsys, monkeypatch):
+    monkeypatch.delenv("TAPE_BACKEND", raising=False)
     assert main(["info"]) == 0
     assert "additive biases: " in capsys.readouterr().out
-    assert all(backend.materializes_bias for backend in BACKENDS.values())
+    assert [name for name, backend in BACKENDS.items() if not backend.materializes_bias] == ["flex"]
     assert describe_bias_cost("cpu").startswith("blockwise needs the whole [H, N, N] bias in memory")
-    monkeypatch.setitem(BACKENDS, "blockwise", BACKENDS["blockwise"]._replace(materializes_bias=False))
-    assert describe_bias_cost("cpu").startswith("blockwise computes them where they are needed")
+    assert describe_bias_cost("cuda").startswith("flex computes them where they are needed")
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "layer", "in_place"),
+    [
+        ("alibi", "[12, N, N]", None, "always"),
+        ("t5", "[12, N, N]", None, "always"),
+        ("fire", None, "[12, N, N]", "inference"),
+        ("cope", None, "[12, N, N]", "never"),
+        ("rope", None, None, None),
+    ],
+)
+def test_facts_say_which_biases_are_built_and_when(name, shared, layer, in_place):
+    facts = encoding_facts(name)
+    assert (facts.shared_bias, facts.layer_bias, facts.in_place) == (shared, layer, in_place)
+    assert ("no bias on a backend that computes it in place" in facts.whole_cost) == (
+        in_place in ("always", "inference")
+    )
+    assert ("in place, except in training" in facts.whole_cost) == (in_place == "inference")

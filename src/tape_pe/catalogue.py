@@ -18,6 +18,7 @@ import torch
 
 from tape_pe.encodings import ENCODINGS, EncodingOptions, get_encoding
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
+from tape_pe.ops import Bias, PairBias
 from tape_pe.report.parts import MISSING as NOT_KNOWN
 from tape_pe.report.parts import Cell, Table
 from tape_pe.report.tables import plain_text
@@ -56,6 +57,8 @@ class EncodingFacts:
         shared_bias: shape of the additive bias that is built once for all layers, such as `"[12, N, N]"`; `None`
             without one.
         layer_bias: shape of the additive bias that each layer builds.
+        in_place: when backends that can (`Backend.materializes_bias` is false) compute its biases in place and build
+            none: `"always"`, `"inference"` or `"never"`; `None` without biases.
     """
 
     name: str
@@ -69,6 +72,7 @@ class EncodingFacts:
     cached_state: int
     shared_bias: str | None
     layer_bias: str | None
+    in_place: str | None
 
     @property
     def whole_cost(self) -> str:
@@ -83,6 +87,9 @@ class EncodingFacts:
             parts.append(f"additive bias {self.shared_bias}, built once")
         if self.layer_bias:
             parts.append(f"additive bias {self.layer_bias} in each layer")
+        if self.in_place in ("always", "inference"):
+            when = "" if self.in_place == "always" else ", except in training"
+            parts.append(f"no bias on a backend that computes it in place{when}")
         return "; ".join(parts)
 
 
@@ -98,7 +105,7 @@ def encoding_facts(name: str, options: Mapping[str, Any] | None = None) -> Encod
     """
     encoding = get_encoding(name)
     chosen = dict(options) if options else _default_options(name)
-    shared_bias, layer_bias, cached_state = _measured(name, chosen)
+    shared_bias, layer_bias, in_place, cached_state = _measured(name, chosen)
     return EncodingFacts(
         name=name,
         summary=encoding.summary or _first_paragraph(encoding),
@@ -111,6 +118,7 @@ def encoding_facts(name: str, options: Mapping[str, Any] | None = None) -> Encod
         cached_state=cached_state,
         shared_bias=shared_bias,
         layer_bias=layer_bias,
+        in_place=in_place,
     )
 
 
@@ -232,8 +240,8 @@ def _parameters(name: str, options: Mapping[str, Any]) -> int:
 
 
 @torch.no_grad()
-def _measured(name: str, options: Mapping[str, Any]) -> tuple[str | None, str | None, int]:
-    """Shapes of the shared bias and of a layer's, and the state numbers cached per token.
+def _measured(name: str, options: Mapping[str, Any]) -> tuple[str | None, str | None, str | None, int]:
+    """Shapes of the shared bias and of a layer's, when both are computed in place, and state numbers cached per token.
 
     They depend on layers and heads, not on the width of the token stream, which is small here.
     """
@@ -241,15 +249,18 @@ def _measured(name: str, options: Mapping[str, Any]) -> tuple[str | None, str | 
         config = _config(name, options, vocab_size=16, hidden_size=32, intermediate_size=8)
         model = TapeLMForCausalLM(config).eval()
     biases: dict[str, str | None] = {"shared": None, "layer": None}
+    in_place: set[str] = set()
 
     def watch(module: Any, kind: str) -> None:
         original = module.bias
 
-        def bias(*arguments: Any) -> torch.Tensor | None:
+        def bias(*arguments: Any) -> Bias | None:
             result = original(*arguments)
             if result is not None:
-                shape = result.shape[1:] if result.ndim == 4 else result.shape
+                shape = result.shape[1:] if len(result.shape) == 4 else result.shape
                 biases[kind] = "[" + ", ".join("N" if size == _TOKENS else str(size) for size in shape) + "]"
+                by_rule = isinstance(result, PairBias)
+                in_place.add("never" if not by_rule else "always" if result.gathers_gradients else "inference")
             return result
 
         module.bias = bias
@@ -259,4 +270,7 @@ def _measured(name: str, options: Mapping[str, Any]) -> tuple[str | None, str | 
         watch(layer.encoding, "layer")
     cache = model(torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True).cache
     states = [layer.states for layer in cache.layers if layer.states is not None]
-    return biases["shared"], biases["layer"], sum(state.numel() for state in states) // _TOKENS
+    if biases["shared"] and biases["layer"]:
+        in_place.add("never")  # their sum is built
+    weakest = next((when for when in ("never", "inference", "always") if when in in_place), None)
+    return biases["shared"], biases["layer"], weakest, sum(state.numel() for state in states) // _TOKENS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tape_pe.encodings import EncodingSizes, Tokens
-from tape_pe.encodings.fire import Fire, FireLayer, FireOptions
+from tape_pe.encodings.fire import Fire, FireBias, FireLayer, FireOptions
 from tape_pe.models import TapeLMForCausalLM
 
 SIZES = EncodingSizes(32, 4, 2, 8, 3, 64, {"rope_type": "default", "rope_theta": 10000.0}, 0.02)
@@ -50,7 +50,8 @@ def random_layer(options: FireOptions, seed: int = 0) -> FireLayer:
 
 
 def bias_of(layer: FireLayer, tokens: Tokens, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return layer.bias(torch.zeros(1, 4, tokens.num_new, 8, dtype=dtype), torch.zeros(1, 2, 1, 8, dtype=dtype), tokens)
+    query, key = (torch.zeros(1, heads, tokens.num_new, 8, dtype=dtype) for heads in (4, 2))
+    return layer.bias(query, key, tokens).materialize()
 
 
 @pytest.mark.parametrize("initial_length", [3.0, 512.0])
@@ -86,7 +87,8 @@ def test_gradients_are_finite_where_c_is_zero() -> None:
 def test_distances_are_interpolated() -> None:
     """phi is in [0, 1], 0 on the diagonal and 1 from the first to the last of more than L0 tokens."""
     layer = FireLayer(SIZES, FireOptions(initial_length=8.0))
-    phi = layer.interpolated(Tokens(torch.arange(100)[None], 100), torch.float64)[0].detach()
+    bias = FireBias(Tokens(torch.arange(100)[None], 100), layer, torch.float64)
+    phi = bias.interpolated(*bias.pairs())[0, 0].detach()
     assert not phi.diagonal().any()
     torch.testing.assert_close(phi[8:, 0], torch.ones(92, dtype=torch.float64), rtol=0, atol=1e-5)
     assert (phi.tril() <= 1).all()

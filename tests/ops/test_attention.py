@@ -11,14 +11,11 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 from tape_pe.ops import contextualize, make_segment_ids, positional_attention, rotary_state, rotate
-from tape_pe.ops.backends import BACKENDS, blockwise
+from tape_pe.ops.backends import blockwise, describe_backends
 
 MASKS = ("causal", "full", "left", "right", "documents", "padded documents", "dead rows", "bias", "bias left")
-FAST = tuple(
-    name
-    for name, backend in BACKENDS.items()
-    if name != "reference" and backend.unavailable(torch.device("cpu")) is None
-)
+AVAILABLE = tuple(report.name for report in describe_backends("cpu") if report.available)
+FAST = tuple(name for name in AVAILABLE if name != "reference")
 GROUPS = {1: (4, 4), 3: (6, 2), "H": (4, 1)}
 
 
@@ -59,7 +56,7 @@ def test_backends_equal_reference_at_1024_tokens(make_problem, assert_close, mas
 def test_fp32_is_within_1e_5_of_fp64(make_problem, assert_close, tokens, mask) -> None:
     problem = make_problem(mask, heads=6, kv_heads=2, queries=tokens)
     expected = problem.solve("reference")
-    for backend in BACKENDS:
+    for backend in AVAILABLE:
         assert_close(problem.to(torch.float32).solve(backend), expected, 1e-5)
 
 
@@ -68,7 +65,7 @@ def test_fp32_is_within_1e_5_of_fp64(make_problem, assert_close, tokens, mask) -
 def test_half_precision_in_and_out(make_problem, assert_close, mask, dtype, tolerance) -> None:
     problem = make_problem(mask, queries=64, widths=(8, 8, 8)).to(dtype)
     expected = problem.to(torch.float64).solve("reference")
-    for backend in BACKENDS:
+    for backend in AVAILABLE:
         actual = problem.solve(backend)
         assert {x.dtype for x in actual.values()} == {dtype}
         assert_close(actual, expected, tolerance)
@@ -171,7 +168,7 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AVAILABLE)
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_without_a_key_are_zero_with_zero_gradients(make_problem, backend, causal) -> None:
     problem = replace(make_problem("left", queries=11), causal=causal)
@@ -186,7 +183,7 @@ def test_rows_without_a_key_are_zero_with_zero_gradients(make_problem, backend, 
         assert rows[:, -1].any(), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AVAILABLE)
 def test_rows_hidden_by_an_infinite_bias_are_zero(make_problem, backend) -> None:
     bias = torch.zeros(1, 1, 9, 9, dtype=torch.float64)
     bias[:, :, 4] = -torch.inf
@@ -199,7 +196,7 @@ def test_rows_hidden_by_an_infinite_bias_are_zero(make_problem, backend) -> None
     assert not results["gradient of bias"][:, :, 6, 2:].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AVAILABLE)
 def test_whole_rows_of_padding(make_problem, backend) -> None:
     problem = make_problem("causal", batch=2, queries=9)
     segment_ids = torch.zeros(2, 9, dtype=torch.long)
@@ -221,7 +218,7 @@ def test_scale(make_problem, assert_close, backend) -> None:
     assert torch.equal(explicit.output, positional_attention(*arguments, backend=backend).output)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AVAILABLE)
 def test_only_the_output_or_only_the_state_is_differentiated(make_problem, backend) -> None:
     problem = make_problem("causal", queries=9)
     for grad_output, grad_averaged in ((0.0, 1.0), (1.0, 0.0)):
@@ -292,7 +289,7 @@ def test_blockwise_operators_pass_opcheck(make_problem, mask, with_state) -> Non
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AVAILABLE)
 def test_autocast(backend) -> None:
     """Projections give bf16, states and norms fp32, and the layer still works."""
     torch.manual_seed(0)
@@ -411,7 +408,7 @@ def test_bad_shapes_are_named(make_problem, name, shape, message) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", AVAILABLE)
 def test_a_bias_larger_than_the_scores_is_refused(backend) -> None:
     """It broadcasts *with* the scores of one batch row, and would multiply the batch."""
     x = torch.zeros(1, 2, 5, 8)

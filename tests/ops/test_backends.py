@@ -58,12 +58,19 @@ def test_other_devices_fall_back_to_sdpa() -> None:
     assert select_backend(torch.device("meta")).name == "sdpa"
 
 
+def test_cuda_prefers_flex() -> None:
+    assert select_backend(torch.device("cuda")).name == "flex"
+    assert {report.name: report.reason for report in describe_backends("cpu")}["flex"] == (
+        "runs on cuda, not on cpu, where the compiled flex_attention has no backward pass"
+    )
+
+
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_unknown_backend(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "environment":
         monkeypatch.setenv("TAPE_BACKEND", "abacus")
     name, source = ("abacus", "backend") if by == "argument" else (None, "TAPE_BACKEND")
-    with pytest.raises(ValueError, match=f"{source}='abacus': known backends are blockwise, sdpa"):
+    with pytest.raises(ValueError, match=f"{source}='abacus': known backends are blockwise, flex, sdpa"):
         select_backend(CPU, name)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tape_pe.encodings import Tokens
 from tape_pe.models.official import load_official
+from tape_pe.ops import add_biases, materialized
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
 
@@ -33,7 +34,7 @@ def layer_bias(model, layer: int, length: int) -> Tensor:
     tokens = Tokens(torch.arange(length)[None], length)
     shared = model.model.encoding.bias(tokens)
     own = model.model.layers[layer].encoding.bias(torch.zeros(1, 4, length, 8), torch.zeros(1, 4, length, 8), tokens)
-    return shared if own is None else own
+    return materialized(add_biases(shared, own))
 
 
 def test_fire_bias():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tape_pe.encodings.base import Encoding, Tokens
-from tape_pe.encodings.relative import distinct_positions, relative_positions
+from tape_pe.encodings.relative import RelativeBias
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -28,6 +28,18 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * head / lower) for head in range(1, 2 * (num_heads - lower), 2)]
 
 
+class AlibiBias(RelativeBias):
+    """-slope_h |i - j|; distances are exact before they are converted to `dtype`."""
+
+    def __init__(self, tokens: Tokens, num_heads: int, dtype: torch.dtype) -> None:
+        super().__init__(tokens, num_heads)
+        self.slopes = torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=self.device)
+
+    def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        i, j = self.positions_of(batch, query, key)
+        return (i - j).abs().to(self.slopes.dtype) * -self.slopes[head]
+
+
 class Alibi(Encoding):
     """One bias for all layers, the slopes times the distances."""
 
@@ -36,8 +48,6 @@ class Alibi(Encoding):
     extrapolates = "yes; attention fades with distance"
     cost = "one addition per score"
 
-    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor:
-        """-slope_h |i - j|, `[B | 1, H, N, Nk]`; distances are exact before they are converted to `dtype`."""
-        distances = relative_positions(distinct_positions(tokens), tokens.num_new).abs().to(dtype)
-        slopes = torch.tensor(alibi_slopes(self.sizes.num_attention_heads), dtype=dtype, device=distances.device)
-        return distances[:, None] * -slopes[:, None, None]
+    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> AlibiBias:
+        """`[B | 1, H, N, Nk]` in `dtype`."""
+        return AlibiBias(tokens, self.sizes.num_attention_heads, dtype)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_orig
 import torch
 from torch import Tensor, nn
 
+from tape_pe.ops.bias import Bias
 from tape_pe.ops.masks import segment_starts
 
 
@@ -125,8 +126,10 @@ class LayerEncoding(nn.Module):
         """Applies the state to queries `[B, H, N, D]` and keys `[B, Hkv, N, D]`."""
         return query, key
 
-    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> Tensor | None:
+    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> Bias | None:
         """What this layer adds to its attention scores, broadcastable to `[B, H, N, Nk]`, or `None`.
+
+        A tensor, or a `tape_pe.ops.PairBias`: a rule for pairs of tokens, which some backends compute in place.
 
         Args:
             query: rotated queries of the new tokens, `[B, H, N, D]`.
@@ -208,8 +211,12 @@ class Encoding(nn.Module):
         """
         return None
 
-    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What every layer adds to its attention scores, built once: broadcastable to `[B, H, N, Nk]`, or `None`."""
+    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Bias | None:
+        """What every layer adds to its attention scores, built once: broadcastable to `[B, H, N, Nk]`, or `None`.
+
+        A tensor or a `tape_pe.ops.PairBias`, as in `LayerEncoding.bias`. The rule's tensors that need gradients should
+        be parameters, or casts of them: every layer that computes the rule in place runs backward through them.
+        """
         return None
 
     def init_own_weights(self) -> None:

@@ -7,8 +7,8 @@ where i is the query's position. f is an MLP 1 -> W -> H with a ReLU, c scales d
 which distances are no longer divided by more than their own maximum. Each layer has its own f, c and m; L0 is fixed.
 f's last bias shifts all scores of a row alike, so softmax ignores it and its gradient is zero but for rounding.
 
-The MLP's hidden layer is `[B | 1, W, N, Nk]`, the largest tensor of the encoding; activation checkpointing keeps it
-for one layer at a time.
+Where the bias is materialized, the MLP's hidden layer is `[B | 1, W, N, Nk]`, the largest tensor of the encoding;
+activation checkpointing keeps it for one layer at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from tape_pe.encodings.base import Encoding, EncodingOptions, EncodingSizes, LayerEncoding, Tokens
-from tape_pe.encodings.relative import distinct_positions, relative_positions
+from tape_pe.encodings.relative import RelativeBias
 
 EPSILON = 1e-6
 
@@ -47,6 +47,49 @@ class FireOptions(EncodingOptions):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"encoding_options.{name}={value}: a positive number is needed")
+
+
+class FireBias(RelativeBias):
+    """f_h(phi[i, j]). In one pair the MLP is a sum over its hidden units, of all pairs it is a matrix product.
+
+    Args:
+        tokens: all tokens.
+        layer: whose weights to use.
+        dtype: of the result and of all computation.
+    """
+
+    gathers_gradients = False  # every pair reads all weights
+
+    def __init__(self, tokens: Tokens, layer: FireLayer, dtype: torch.dtype) -> None:
+        super().__init__(tokens, layer.out_bias.shape[0])
+        self.dtype = dtype
+        self.c = layer.c.to(dtype).squeeze(0)
+        self.length = (layer.length_factor.to(dtype).squeeze(0) * layer.options.initial_length).abs()
+        self.hidden_weight, self.hidden_bias = layer.hidden_weight.to(dtype).squeeze(1), layer.hidden_bias.to(dtype)
+        self.out_weight, self.out_bias = layer.out_weight.to(dtype), layer.out_bias.to(dtype)
+
+    def interpolated(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """phi, in [0, 1] for keys that are not later than the query; arguments as in `at`."""
+        i, j = self.positions_of(batch, query, key)
+        largest = torch.log1p((self.c * torch.maximum(i.to(self.dtype), self.length)).abs()) + EPSILON
+        return torch.log1p((self.c * (i - j).to(self.dtype)).abs()) / largest
+
+    def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        phi = self.interpolated(batch, head, query, key)
+        out = self.out_bias[head]
+        for number in range(self.hidden_bias.shape[0]):  # kernels have no inner dimension to sum over
+            unit = torch.full_like(head, number)
+            hidden = torch.relu(self.hidden_weight[unit] * phi + self.hidden_bias[unit])
+            out = out + self.out_weight[head, unit] * hidden
+        return out
+
+    def materialize(self) -> Tensor:
+        phi = self.interpolated(*self.pairs()).squeeze(1)
+        with torch.autocast(self.device.type, enabled=False):
+            # Heads and hidden units stand before the pairs of tokens, so that the result is contiguous.
+            hidden = torch.relu(self.hidden_weight[:, None] * phi.flatten(1)[:, None] + self.hidden_bias[:, None])
+            out = self.out_weight @ hidden + self.out_bias[:, None]
+        return out.unflatten(2, phi.shape[1:])
 
 
 class FireLayer(LayerEncoding):
@@ -77,27 +120,9 @@ class FireLayer(LayerEncoding):
             init.uniform_(weight, -bound, bound)
             init.uniform_(bias, -bound, bound)
 
-    def interpolated(self, tokens: Tokens, dtype: torch.dtype) -> Tensor:
-        """phi, `[B | 1, N, Nk]` in `dtype`, in [0, 1] for keys that are not later than the query."""
-        positions = distinct_positions(tokens)
-        distances = relative_positions(positions, tokens.num_new).to(dtype)
-        queries = positions[:, positions.shape[1] - tokens.num_new :].to(dtype)
-        c = self.c.to(dtype)
-        length = (self.length_factor.to(dtype) * self.options.initial_length).abs()
-        largest = torch.log1p((c * torch.maximum(queries, length)).abs()) + EPSILON
-        return torch.log1p((c * distances).abs()) / largest[:, :, None]
-
-    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> Tensor:
+    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> FireBias:
         """`[B | 1, H, N, Nk]` in fp32, or in wider queries' dtype."""
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        with torch.autocast(query.device.type, enabled=False):
-            phi = self.interpolated(tokens, dtype)
-            # Heads and hidden units stand before the pairs of tokens, so that the result is contiguous.
-            hidden = torch.relu(
-                self.hidden_weight.to(dtype) * phi.flatten(1)[:, None] + self.hidden_bias.to(dtype)[:, None]
-            )
-            out = self.out_weight.to(dtype) @ hidden + self.out_bias.to(dtype)[:, None]
-        return out.unflatten(2, phi.shape[1:])
+        return FireBias(tokens, self, torch.promote_types(query.dtype, torch.float32))
 
 
 class Fire(Encoding):

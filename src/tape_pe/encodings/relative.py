@@ -1,10 +1,12 @@
-"""What encodings that add a bias to the attention scores share: the distances between tokens."""
+"""What encodings that add a bias to the attention scores share: the positions of pairs of tokens."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tape_pe.encodings.base import Tokens
+from tape_pe.ops.bias import PairBias
 
 
 def distinct_positions(tokens: Tokens) -> Tensor:
@@ -22,17 +24,34 @@ def distinct_positions(tokens: Tokens) -> Tensor:
     return positions[:1] if positions.shape[0] > 1 and positions.stride(0) == 0 else positions
 
 
-def relative_positions(positions: Tensor, num_new: int) -> Tensor:
-    """i - j for queries at i and keys at j, in the dtype of the positions: exact for integers of any size.
+class RelativeBias(PairBias):
+    """A bias that depends on the head and on the positions of query and key.
 
     Positions are those the tokens carry, not their columns, so that padding, documents, offsets and gaps need no care.
 
     Args:
-        positions: `[B | 1, Nk]`, cached tokens first.
-        num_new: N, the queries are the last N tokens.
-
-    Returns:
-        `[B | 1, N, Nk]`; negative where a key has the later position.
+        tokens: all tokens.
+        num_heads: H.
     """
-    queries = positions[:, positions.shape[1] - num_new :]
-    return queries[:, :, None] - positions[:, None, :]
+
+    def __init__(self, tokens: Tokens, num_heads: int) -> None:
+        positions = distinct_positions(tokens)
+        self.shape_of_all = (positions.shape[0], num_heads, tokens.num_new, positions.shape[1])
+        if positions.shape[0] == 1:
+            positions = positions[0]
+        self.query_positions = positions[..., positions.shape[-1] - tokens.num_new :]
+        self.key_positions = positions
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.shape_of_all
+
+    @property
+    def device(self) -> torch.device:
+        return self.key_positions.device
+
+    def positions_of(self, batch: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions i of queries and j of keys; arguments as in `at`. Their difference is exact for integers."""
+        if self.key_positions.ndim == 1:
+            return self.query_positions[query], self.key_positions[key]
+        return self.query_positions[batch, query], self.key_positions[batch, key]

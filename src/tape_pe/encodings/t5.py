@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from tape_pe.encodings.base import Encoding, EncodingOptions, EncodingSizes, LayerEncoding, Tokens
-from tape_pe.encodings.relative import distinct_positions, relative_positions
+from tape_pe.encodings.relative import RelativeBias
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,28 @@ def buckets_of(distances: Tensor, starts: tuple[int, ...]) -> Tensor:
     return torch.bucketize(distances, boundaries, right=True)
 
 
+class BucketBias(RelativeBias):
+    """The table's entries, looked up by distance: first the bucket of each distance that has one of its own, then the
+    table.
+
+    Args:
+        tokens: all tokens.
+        table: `[num_buckets, H]`, in the dtype of the result.
+        starts: from `bucket_starts`.
+    """
+
+    def __init__(self, tokens: Tokens, table: Tensor, starts: tuple[int, ...]) -> None:
+        super().__init__(tokens, table.shape[1])
+        self.table = table
+        self.last_start = starts[-1]
+        self.buckets = buckets_of(torch.arange(self.last_start + 1, device=self.device), starts)
+
+    def at(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        i, j = self.positions_of(batch, query, key)
+        distance = (i - j).clamp(0, self.last_start).long()  # starts are whole numbers: rounding down changes no bucket
+        return self.table[self.buckets[distance], head]
+
+
 class BucketTable(nn.Module):
     """A bias for each bucket and head.
 
@@ -103,11 +125,9 @@ class BucketTable(nn.Module):
         """Random, as other weights."""
         init.normal_(self.table, std=self.initializer_range)
 
-    def forward(self, tokens: Tokens, dtype: torch.dtype) -> Tensor:
+    def forward(self, tokens: Tokens, dtype: torch.dtype) -> BucketBias:
         """The table's entries of all pairs of tokens, `[B | 1, H, N, Nk]` in `dtype`."""
-        buckets = buckets_of(relative_positions(distinct_positions(tokens), tokens.num_new), self.starts)
-        entries = self.table.to(dtype).t().index_select(1, buckets.flatten())
-        return entries.unflatten(1, buckets.shape).transpose(0, 1)
+        return BucketBias(tokens, self.table.to(dtype), self.starts)
 
 
 class T5Layer(LayerEncoding):
@@ -122,7 +142,7 @@ class T5Layer(LayerEncoding):
         """Random, as other weights."""
         self.buckets.init_table()
 
-    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> Tensor:
+    def bias(self, query: Tensor, key: Tensor, tokens: Tokens) -> BucketBias:
         """`[B | 1, H, N, Nk]` in fp32, or in wider queries' dtype."""
         return self.buckets(tokens, torch.promote_types(query.dtype, torch.float32))
 
@@ -148,7 +168,7 @@ class T5(Encoding):
         assert isinstance(options, T5Options)
         return LayerEncoding() if options.shared else T5Layer(sizes, options)
 
-    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def bias(self, tokens: Tokens, dtype: torch.dtype = torch.float32) -> BucketBias | None:
         """`[B | 1, H, N, Nk]`; `None` where layers have their own."""
         return None if self.buckets is None else self.buckets(tokens, dtype)
 

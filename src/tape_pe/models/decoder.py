@@ -23,7 +23,7 @@ from tape_pe.models.checks import check_cache, check_labels, check_tokens
 from tape_pe.models.configuration import TapeLMConfig
 from tape_pe.models.generation import TapeGenerationMixin
 from tape_pe.models.packing import predictable_labels, resolve_tokens
-from tape_pe.ops import positional_attention
+from tape_pe.ops import Bias, add_biases, materialized, positional_attention, prepare_bias
 from tape_pe.ops.reference import attention_weights
 
 
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
         self,
         hidden_states: Tensor,
         state: Tensor | None,
-        bias: Tensor | None,
+        bias: Bias | None,
         encoding: LayerEncoding,
         tokens: Tokens,
         cache: TapeCache | None,
@@ -108,9 +108,9 @@ class SelfAttention(nn.Module):
         averaged = state if encoding.averages_state else None
         if cache is not None:
             key, value, averaged = cache.append(key, value, averaged, self.layer_idx)
-        own_bias = encoding.bias(query, key, tokens)
-        if own_bias is not None:
-            bias = own_bias if bias is None else bias + own_bias
+        bias = add_biases(bias, encoding.bias(query, key, tokens))
+        if output_attentions:
+            bias = materialized(bias)  # once for both calls
         segment_ids = tokens.segment_ids
         output, averaged = positional_attention(query, key, value, averaged, segment_ids=segment_ids, bias=bias)
         weights = attention_weights(query, key, segment_ids=segment_ids, bias=bias) if output_attentions else None
@@ -148,7 +148,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         state: Tensor | None,
-        bias: Tensor | None,
+        bias: Bias | None,
         tokens: Tokens,
         cache: TapeCache | None = None,
         output_attentions: bool = False,
@@ -243,7 +243,7 @@ class TapeLMModel(TapeLMPreTrainedModel):
         wide = torch.promote_types(dtype, torch.float32)
         state = self.encoding.start(tokens, wide)
         state = None if state is None else state.to(dtype)
-        bias = self.encoding.bias(tokens, wide)
+        bias = prepare_bias(self.encoding.bias(tokens, wide), hidden_states.device)
         if cache is not None:
             cache.remember(tokens)  # only now: encodings may refuse tokens, and then the cache must be as before
         all_hidden, all_weights, all_states = [], [], []

@@ -1,6 +1,7 @@
 """Tensors in, tensors out: the operations of TAPE, without modules or configs."""
 
-from tape_pe.ops.attention import AttentionResult, positional_attention
+from tape_pe.ops.attention import AttentionResult, positional_attention, prepare_bias
+from tape_pe.ops.bias import Bias, PairBias, add_biases, materialized
 from tape_pe.ops.contextualize import contextualize
 from tape_pe.ops.frequencies import Frequencies, rotary_frequencies
 from tape_pe.ops.masks import make_segment_ids, segment_positions
@@ -15,13 +16,18 @@ from tape_pe.ops.structures import (
 
 __all__ = [
     "AttentionResult",
+    "Bias",
     "Frequencies",
+    "PairBias",
+    "add_biases",
     "contextualize",
     "contextualize_channels",
     "contextualize_components",
     "contextualize_unstructured",
     "make_segment_ids",
+    "materialized",
     "positional_attention",
+    "prepare_bias",
     "rotary_frequencies",
     "rotary_state",
     "rotate",

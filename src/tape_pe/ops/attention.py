@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tape_pe.ops.backends import select_backend
+from tape_pe.ops.bias import Bias, PairBias, materialized
+from tape_pe.ops.inputs import AttentionInputs
 
 
 class AttentionResult(NamedTuple):
@@ -28,7 +31,7 @@ def positional_attention(
     state: Tensor | None = None,
     *,
     segment_ids: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     causal: bool = True,
     scale: float | None = None,
     backend: str | None = None,
@@ -44,7 +47,8 @@ def positional_attention(
         value: `[B, Hkv, Nk, Dv]`.
         state: position states of the keys, `[B | 1, Hkv | 1, Nk, Ds]`, or `None`.
         segment_ids: `[B, Nk]`, from `make_segment_ids`: equal ids see each other, -1 is padding.
-        bias: added to the scores, broadcastable to `[B, H, Nq, Nk]`.
+        bias: added to the scores, broadcastable to `[B, H, Nq, Nk]`: a tensor, or a `PairBias`, which backends that can
+            compute it in place never hold as a whole.
         causal: whether a query sees no later key.
         scale: factor of the scores, `D ** -0.5` if `None`.
         backend: `"reference"`, `"sdpa"`, `"blockwise"` or another one of `tape info`; `None` takes the environment
@@ -62,11 +66,22 @@ def positional_attention(
         state = state.to(value.dtype).expand(batch, kv_heads, -1, -1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     chosen = select_backend(query.device, backend)
-    return AttentionResult(*chosen.attention(query, key, value, state, segment_ids, bias, causal, scale))
+    inputs = AttentionInputs(query, key, value, state, segment_ids, bias, causal, scale)
+    return AttentionResult(*chosen.attention(inputs))
+
+
+def prepare_bias(bias: Bias | None, device: torch.device) -> Bias | None:
+    """For a bias that several calls share: materializes it now, once, if the backend would do so in every call.
+
+    Args:
+        bias: as in `positional_attention`.
+        device: device of the queries.
+    """
+    return materialized(bias) if select_backend(device).materializes_bias else bias
 
 
 def _check_shapes(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, segment_ids: Tensor | None, bias: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, segment_ids: Tensor | None, bias: Bias | None
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value), ("state", state)):
         if tensor is not None and tensor.ndim != 4:
@@ -108,12 +123,12 @@ def _check_shapes(
         _check_bias(bias, (batch, heads, num_queries, num_keys))
 
 
-def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
+def _check_bias(bias: Bias, shape: tuple[int, ...]) -> None:
     """Only growing to `shape` is broadcasting here: a larger bias must not make the result larger."""
-    fits = bias.ndim <= len(shape) and all(
+    fits = len(bias.shape) <= len(shape) and all(
         n in (1, full) for n, full in zip(reversed(bias.shape), reversed(shape), strict=False)
     )
     if not fits:
         raise ValueError(f"bias has the shape {tuple(bias.shape)}: not broadcastable to {shape}")
-    if not bias.dtype.is_floating_point:
+    if not isinstance(bias, PairBias) and not bias.dtype.is_floating_point:
         raise ValueError(f"bias has the dtype {bias.dtype}: it is added to the scores and must be floating point")

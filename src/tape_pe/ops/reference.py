@@ -26,6 +26,8 @@ import math
 import torch
 from torch import Tensor
 
+from tape_pe.ops.bias import Bias, materialized
+from tape_pe.ops.inputs import AttentionInputs
 from tape_pe.ops.masks import dense_mask
 
 
@@ -133,7 +135,7 @@ def attention_weights(
     key: Tensor,
     *,
     segment_ids: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     causal: bool = True,
     scale: float | None = None,
 ) -> Tensor:
@@ -147,6 +149,7 @@ def attention_weights(
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    bias = materialized(bias)
     if bias is not None:
         scores = scores + bias
     mask = dense_mask(query.shape[2], key.shape[2], segment_ids=segment_ids, causal=causal, device=query.device)
@@ -157,17 +160,9 @@ def attention_weights(
     return weights.masked_fill(dead, 0.0).to(query.dtype)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor | None,
-    segment_ids: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:
+def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """The `reference` backend: builds the whole attention matrix. See `tape_pe.ops.positional_attention`."""
+    query, key, value, state, segment_ids, bias, causal, scale = inputs
     weights = attention_weights(query, key, segment_ids=segment_ids, bias=bias, causal=causal, scale=scale)
     output = weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     if state is None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tape_pe.encodings import Encoding, LayerEncoding, Tokens
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
+from tape_pe.ops import add_biases, materialized
 
 SHORTEST, LONGEST = 2, 2048
 
@@ -166,8 +167,8 @@ def _parts(model: TapeLMForCausalLM, layer_idx: int, state: Tensor | None, token
         rotation = _numbers(rotated_query @ keys_of_heads.transpose(2, 3) / sizes.head_dim, heads)
 
     shared, own = encoding.bias(tokens, torch.float64), layer.bias(rotated_query, rotated_key, tokens)
-    present = [bias.double().expand(1, heads, length, length) for bias in (shared, own) if bias is not None]
-    bias = _numbers(sum(present[1:], present[0]), heads) if present else None
+    summed = materialized(add_biases(shared, own))
+    bias = None if summed is None else _numbers(summed.double().expand(1, heads, length, length), heads)
 
     added = encoding.embed(tokens) if layer_idx == 0 else None
     embedding = None

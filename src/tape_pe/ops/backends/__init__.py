@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tape_pe.ops import reference
-from tape_pe.ops.backends import blockwise, sdpa
+from tape_pe.ops.backends import blockwise, flex, sdpa
+from tape_pe.ops.inputs import AttentionInputs
 
 ENVIRONMENT_VARIABLE = "TAPE_BACKEND"
-
-
-class Attention(Protocol):
-    """The computation of a backend; arguments as in `positional_attention`, with `state` `[B, Hkv, Nk, Ds]`."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: Tensor | None,
-        segment_ids: Tensor | None,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Backend(NamedTuple):
@@ -37,15 +22,15 @@ class Backend(NamedTuple):
     Attributes:
         name: what `TAPE_BACKEND` and the `backend` argument call it.
         description: one line for `tape info`.
-        attention: the computation.
+        attention: the computation, of the output `[B, H, Nq, Dv]` and the averaged state `[B, H, Nq, Ds]`, or `None`.
         unavailable: returns why it cannot run on a device, or `None` if it can.
         materializes_bias: whether an additive bias must be in memory as a whole, `[H, N, N]`; otherwise the backend
-            computes it where it is needed.
+            computes a `PairBias` where it is needed.
     """
 
     name: str
     description: str
-    attention: Attention
+    attention: Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]
     unavailable: Callable[[torch.device], str | None]
     materializes_bias: bool = True
 
@@ -68,6 +53,13 @@ BACKENDS = {
             "rows in chunks, values and states with the same weights, no N x N buffer",
             blockwise.attention,
             lambda device: None if device.type == "cpu" else f"runs on cpu, not on {device.type}",
+        ),
+        Backend(
+            "flex",
+            "torch's flex_attention, compiled: values and states in one call, biases computed in place",
+            flex.attention,
+            flex.unavailable,
+            materializes_bias=False,
         ),
         Backend(
             "sdpa",
@@ -108,7 +100,10 @@ def describe_bias_cost(device: torch.device | str = "cpu") -> str:
     backend = select_backend(torch.device(device))
     if backend.materializes_bias:
         return f"{backend.name} needs the whole [H, N, N] bias in memory, so it grows with the square of the length"
-    return f"{backend.name} computes them where they are needed, without an [H, N, N] bias in memory"
+    return (
+        f"{backend.name} computes them where they are needed, without an [H, N, N] bias in memory "
+        "(`tape encodings` says which encodings build one nevertheless)"
+    )
 
 
 def describe_backends(device: torch.device | str = "cpu") -> list[BackendReport]:

@@ -17,6 +17,8 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
+from tape_pe.ops.inputs import AttentionInputs
+
 # Scores of one chunk: 1 MiB in fp32, which stays in the L2 cache.
 CHUNK_ELEMENTS = 1 << 18
 # Fewer rows than this make thin matrix products, however long the rows are.
@@ -24,19 +26,12 @@ MIN_ROWS = 16
 MAX_ROWS = 128
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor | None,
-    segment_ids: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:
+def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """See `tape_pe.ops.positional_attention`. Half-precision inputs are computed in fp32."""
+    query, key, value, state, segment_ids, _, causal, scale = inputs
     if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in (query, key, value, state) if tensor is not None):
         raise NotImplementedError("blockwise has no forward-mode derivatives, which backend='reference' has")
+    bias = inputs.materialized_bias()
     if bias is not None:
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     output, averaged = torch.ops.tape_pe.blockwise_attention(query, key, value, state, segment_ids, bias, causal, scale)

@@ -10,20 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tape_pe.ops.inputs import AttentionInputs
 from tape_pe.ops.masks import dense_mask
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor | None,
-    segment_ids: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:
+def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """See `tape_pe.ops.positional_attention`. With segments or a bias, torch needs an `[B, 1 | H, Nq, Nk]` mask."""
+    query, key, value, state, segment_ids, _, causal, scale = inputs
+    bias = inputs.materialized_bias()
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask: Tensor | None = None
     dead: Tensor | None = None
