@@ -58,8 +58,9 @@ def test_other_devices_fall_back_to_sdpa() -> None:
     assert select_backend(torch.device("meta")).name == "sdpa"
 
 
-def test_cuda_prefers_flex() -> None:
-    assert select_backend(torch.device("cuda")).name == "flex"
+def test_flex_is_for_cuda_and_has_to_be_asked_for() -> None:
+    assert select_backend(torch.device("cuda")).name == "sdpa"
+    assert select_backend(torch.device("cuda"), "flex").name == "flex"
     assert {report.name: report.reason for report in describe_backends("cpu")}["flex"] == (
         "runs on cuda, not on cpu, where the compiled flex_attention has no backward pass"
     )
@@ -70,7 +71,7 @@ def test_unknown_backend(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "environment":
         monkeypatch.setenv("TAPE_BACKEND", "abacus")
     name, source = ("abacus", "backend") if by == "argument" else (None, "TAPE_BACKEND")
-    with pytest.raises(ValueError, match=f"{source}='abacus': known backends are blockwise, flex, sdpa"):
+    with pytest.raises(ValueError, match=f"{source}='abacus': known backends are blockwise, sdpa, flex"):
         select_backend(CPU, name)
 
 

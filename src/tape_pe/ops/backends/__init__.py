@@ -44,7 +44,7 @@ class BackendReport(NamedTuple):
     chosen: bool
 
 
-# In order of preference.
+# In order of preference. `flex` has been checked on CPUs only, so it has to be asked for.
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -55,17 +55,17 @@ BACKENDS = {
             lambda device: None if device.type == "cpu" else f"runs on cpu, not on {device.type}",
         ),
         Backend(
+            "sdpa",
+            "torch's scaled_dot_product_attention, called for values and for states",
+            sdpa.attention,
+            lambda device: None,
+        ),
+        Backend(
             "flex",
             "torch's flex_attention, compiled: values and states in one call, biases computed in place",
             flex.attention,
             flex.unavailable,
             materializes_bias=False,
-        ),
-        Backend(
-            "sdpa",
-            "torch's scaled_dot_product_attention, called for values and for states",
-            sdpa.attention,
-            lambda device: None,
         ),
         Backend(
             "reference",
