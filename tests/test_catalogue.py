@@ -223,6 +223,8 @@ def test_info_states_the_cost_of_biases(capsys, monkeypatch):
     assert "additive biases: " in capsys.readouterr().out
     assert [name for name, backend in BACKENDS.items() if not backend.materializes_bias] == ["flex"]
     assert describe_bias_cost("cpu").startswith("blockwise needs the whole [H, N, N] bias in memory")
+    assert describe_bias_cost("cuda").startswith("sdpa needs the whole")
+    monkeypatch.setenv("TAPE_BACKEND", "flex")
     assert describe_bias_cost("cuda").startswith("flex computes them where they are needed")
 
 

@@ -23,9 +23,10 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, PreTrainedTokenizerBase, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from tape_pe.convert import trainable_parameters
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
-from tape_pe.finetune_options import FinetuneOptions, check_finetune
-from tape_pe.methods import build_model, config_changes, save_model, trained_groups, trained_table
+from tape_pe.finetune_options import TAPE_METHODS, FinetuneOptions, check_finetune
+from tape_pe.methods import build_model, config_changes, save_model
 from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer, read_json
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
 from tape_pe.text import has_splits, read_texts, token_blocks
@@ -78,7 +79,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
         _begin(options, changes)
-        print(trained_table(model), flush=True)
+        print(trainable_parameters(model), flush=True)
     started = time.perf_counter()
     if checkpoint is None:
         trainer.facts["held_out_loss_before"] = held_out_loss(trainer.model, eval_blocks, options.batch_size)
@@ -96,13 +97,17 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
         name=folder.resolve().name,
         task="finetune",
         config={
-            "model": {"name": options.model, "encoding": "tape" if options.method == "tape" else "rope", **changes},
+            "model": {
+                "name": options.model,
+                "encoding": "tape" if options.method in TAPE_METHODS else "rope",
+                **changes,
+            },
             "finetune": options.to_dict(),
         },
         seed=options.seed,
         git_revision=git_revision(),
         versions=library_versions(),
-        parameters=trained_groups(model)[-1].parameters,
+        parameters=trainable_parameters(model).trained,
         steps=progress["steps"],
         tokens=progress["tokens"],
         train_seconds=progress["train_seconds"],
@@ -112,7 +117,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
             "train_loss": _recent(progress["loss_curve"]),
             "held_out_loss_before": trainer.facts["held_out_loss_before"],
             "held_out_loss": after,
-            "trained": [group._asdict() for group in trained_groups(model)],
+            "trained": trainable_parameters(model).to_dict(),
         },
     )
     if arguments.should_save:
@@ -175,6 +180,8 @@ class FinetuneTrainer(RunTrainer):
         super().__init__(**options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self.args.should_save:
+            return
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         trained = {name: p.detach().contiguous() for name, p in self._trained().items()}

@@ -41,6 +41,23 @@ def test_logits_do_not_move(model_type):
     assert tape_pe.is_converted(model)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (3, 1, 8), (9, 3, 64), (2, 2, 20), (1, 1, 6)])
+def test_logits_do_not_move_at_any_size(heads, kv_heads, head_dim, attention):
+    """A product of a wider matrix can be rounded in another way, at some sizes."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    model = small_model("llama", hidden_size=heads * 16, attention=attention, **sizes)
+    ids = tokens(3, 13)
+    with torch.no_grad():
+        model.config._attn_implementation_internal = "eager"
+        before = model(ids).logits
+        model.config._attn_implementation_internal = attention
+        tape_pe.convert(model)
+        assert model.config._attn_implementation == attention
+        model.config._attn_implementation_internal = "eager"
+        assert torch.equal(model(ids).logits, before)
+
+
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_cached_steps_equal_the_full_forward(model_type):
     model = small_tape_model(model_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -50,6 +50,10 @@ class TrainableParameters:
     def trained(self) -> int:
         """Trainable parameters of all groups."""
         return sum(group.parameters for group in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"groups": [asdict(group) for group in self.groups], "total": self.total}
 
     def __str__(self) -> str:
         from tape_pe.report.parts import Cell, Table
