@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python experiments/context_extension.py
 
-trains the base model on the sources of Python's standard library (10 to 12 minutes on one core), fine-tunes it with
+trains the base model on the sources of Python's standard library (some ten minutes on one core), fine-tunes it with
 each method and seed (1.5 to 3 minutes each), and appends a line for each to `results/context_extension.jsonl`:
 perplexity of held-out sources at 1/4 to 4 times the base's length, and passkey retrieval where a prompt fits. `none`
 and `none_linear` are the untrained base, the latter with its positions divided by four; there is nothing random about
@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from tape_pe.finetune import finetune
-from tape_pe.finetune_options import METHODS, FinetuneOptions
+from tape_pe.finetune_options import METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.methods import config_changes
 from tape_pe.pretrained import load_base, load_causal_lm, load_tokenizer
 from tape_pe.results import Result, append_line, git_revision, library_versions
@@ -65,7 +65,7 @@ class Base:
     num_hidden_layers: int = 4
     vocab_size: int = 2048
     data_tokens: int = 6_000_000
-    max_steps: int = 600
+    max_steps: int = 400
     batch_size: int = 16
     learning_rate: float = 1e-3
     warmup_steps: int = 50
@@ -83,7 +83,7 @@ class Tuning:
         data_tokens: tokens of text to choose samples from.
     """
 
-    max_steps: int = 80
+    max_steps: int = 40
     batch_size: int = 4
     learning_rate: float = 2e-4
     warmup_steps: int = 10
@@ -100,7 +100,7 @@ class Measuring:
         batch_size: windows or prompts read together.
     """
 
-    tokens: int = 16_384
+    tokens: int = 8_192
     passkey_seeds: int = 20
     batch_size: int = 8
 
@@ -250,7 +250,7 @@ def run(
         "perplexity": measure_perplexity(model, tokenizer, base, measuring),
         "passkey": measure_passkey(model, tokenizer, base, measuring),
     }
-    encoding = "tape" if method == "tape" else "rope"
+    encoding = "tape" if method in TAPE_METHODS else "rope"
     return {
         **{name: result[name] for name in ("git_revision", "versions", "parameters", "steps", "tokens")},
         **{name: result[name] for name in ("train_seconds", "loss_curve")},
