@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import tape_pe.models  # noqa: F401 - its models become known to the Auto classes
 from tape_pe.convert import TapeConfig, convert, load_adapter
+from tape_pe.convert.peft import load_lora
 
 FINETUNE_FILE = "finetune.json"
 TAPE_FILE = "tape_adapter.json"
@@ -59,9 +60,7 @@ def load_causal_lm(
     if file.name == TAPE_FILE:
         load_adapter(model, folder)
     else:
-        if own.get("method") == "tape_lora":  # PEFT's files do not say that it was converted
-            convert(model, TapeConfig.from_dict(own["options"]["tape"]))
-        model = _load_peft(model, folder)
+        model = _load_peft(model, folder, own)
     return model.eval(), load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else name)
 
 
@@ -154,12 +153,15 @@ def without_peft_warnings() -> Iterator[None]:
         yield
 
 
-def _load_peft(model: Any, folder: Path) -> Any:
+def _load_peft(model: Any, folder: Path, own: dict[str, Any]) -> Any:
     check_peft()
     from peft import PeftModel
 
     with _explained(str(folder)), without_peft_warnings():
-        return PeftModel.from_pretrained(model, folder)
+        if own.get("method") != "tape_lora":
+            return PeftModel.from_pretrained(model, folder)
+        # PEFT's files do not say that the base was converted, nor how.
+        return load_lora(convert(model, TapeConfig.from_dict(own["options"]["tape"])), folder)
 
 
 @contextmanager
