@@ -1,0 +1,119 @@
+"""Writes `results/README.md` from the JSON lines beside it: medians over seeds, with the best and the worst seed.
+
+python experiments/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tape_pe.report.parts import MISSING, Cell, Table
+from tape_pe.report.tables import plain_text
+
+RESULTS = Path(__file__).parents[1] / "results"
+Line = dict[str, Any]
+
+
+def read_lines(name: str) -> list[Line]:
+    """The lines of a file in `results/`; none if it is not there."""
+    path = RESULTS / name
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def spread(values: Iterable[float], digits: int) -> Cell:
+    """`median (smallest to largest)`, or the one value."""
+    ordered = sorted(values)
+    if not ordered:
+        return Cell(MISSING)
+    text = f"{median(ordered):.{digits}f}"
+    return Cell(text if len(ordered) == 1 else f"{text} ({ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f})")
+
+
+def table(
+    caption: str, lines: list[Line], key: Callable[[Line], tuple[str, ...]], names: list[str], columns: Any
+) -> str:
+    """One row per key, in order of appearance, with a column of `spread` for each of `columns`."""
+    groups: dict[tuple[str, ...], list[Line]] = {}
+    for line in lines:
+        groups.setdefault(key(line), []).append(line)
+    headers = [*names, "seeds", *(header for header, _, _ in columns)]
+    rows = [
+        [*map(Cell, group), Cell(str(len(members)))]
+        + [spread([v for v in map(value, members) if v is not None], digits) for _, value, digits in columns]
+        for group, members in groups.items()
+    ]
+    numeric = [False] * len(names) + [True] * (1 + len(columns))
+    return "```\n" + plain_text(Table(caption, headers, rows, numeric)) + "\n```\n"
+
+
+def adapters() -> str:
+    """The table of `experiments/adapters.py`."""
+    lines = read_lines("adapters.jsonl")
+    columns = [
+        (f"loss at {length}", lambda line, length=length: line["held_out_loss"][length], 4)
+        for length in ("256", "1024")
+    ]
+    columns.insert(0, ("trained", lambda line: line.get("finetune", {}).get("parameters", 0), 0))
+    return table(
+        "Held-out loss in nats per token",
+        lines,
+        lambda line: (line["method"], f"{line['learning_rate']:g}"),
+        ["method", "learning rate"],
+        columns,
+    )
+
+
+def context_extension() -> str:
+    """The tables of `experiments/context_extension.py`."""
+    lines = read_lines("context_extension.jsonl")
+    if not lines:
+        return ""
+    lengths = list(lines[0]["metrics"]["perplexity"])
+    perplexities = [(n, lambda line, n=n: line["metrics"]["perplexity"][n], 2) for n in lengths]
+    perplexities.insert(0, ("trained", lambda line: line["parameters"], 0))
+    prompts = list(lines[0]["metrics"]["passkey"])
+    passkeys = [
+        (f"{n} {kind}", lambda line, n=n, name=name: 100 * line["metrics"]["passkey"][n][name], 1)
+        for n in prompts
+        for kind, name in (("exact", "exact_match"), ("number", "first_number"))
+    ]
+
+    def key(line: Line) -> tuple[str, ...]:
+        return (line["config"]["model"]["method"],)
+
+    text = table("Perplexity by window length", lines, key, ["method"], perplexities)
+    if passkeys:
+        text += "\n" + table("Passkey, % right by prompt length", lines, key, ["method"], passkeys)
+    return text
+
+
+def page() -> str:
+    """The whole page."""
+    return f"""# Results
+
+Measured by the scripts in `experiments/`; every figure below is computed from the JSON lines in this folder by
+`python experiments/tables.py`. Medians over seeds, with the smallest and the largest value.
+
+## What an adapter buys
+
+`python experiments/adapters.py`: SmolLM2-135M-Instruct adapted to model code that is newer than the model, about 0.23 M
+trained parameters with each method, 60 steps of 512 tokens. `none` is the model as it is. The first seed ran with two
+learning rates; the others with the one that was better for their method, so the choice was made on the same held-out
+text as the comparison.
+
+{adapters()}
+## Context extension in small
+
+`python experiments/context_extension.py`: a 4 M parameter RoPE model trained here on 128 tokens, extended to 512 with
+each method. `none` is the base as it is, `none_linear` the base with its positions divided by four. The base is far too
+small and too briefly trained to look numbers up, so passkey scores near zero say nothing about the methods.
+
+{context_extension()}"""
+
+
+if __name__ == "__main__":
+    (RESULTS / "README.md").write_text(page(), encoding="utf-8")
