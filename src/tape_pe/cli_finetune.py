@@ -22,7 +22,7 @@ def _finetune_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("model", type=str, help="A model folder, or the name of a model on the hub.")
     parser.add_argument("--resume", action="store_true", help="Go on from the output folder's last checkpoint.")
     parser.add_argument(
-        "--also_train", type=_words, default="embed,norm", help="What else is trained: parts of module names, or ''."
+        "--also_train", type=_words, default="embed,norm", help="What else is trained: embed, norm, both or ''."
     )
     parser.add_class_arguments(FinetuneOptions, skip={"model", "also_train", "tape"})
     parser.add_class_arguments(TapeConfig, "tape", skip={"rope"})

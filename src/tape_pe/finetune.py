@@ -7,6 +7,7 @@ and when it has finished the adapter or model, the tokenizer and the line in `re
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import time
@@ -23,9 +24,10 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, PreTrainedTokenizerBase, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from tape_pe.convert import trainable_parameters
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
 from tape_pe.finetune_options import FinetuneOptions, check_finetune
-from tape_pe.methods import build_model, config_changes, save_model, trained_groups, trained_table
+from tape_pe.methods import build_model, config_changes, save_model
 from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer, read_json
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
 from tape_pe.text import has_splits, read_texts, token_blocks
@@ -59,7 +61,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     check_finetune(options, resume=resume)
     folder = options.folder
     if resume and (folder / RESULTS_FILE).is_file():
-        return asdict(read_results(folder)[-1])
+        return _plain(read_results(folder)[-1])
     arguments = _training_arguments(options)
     tokenizer = load_tokenizer(options.model)
     changes = config_changes(options, AutoConfig.from_pretrained(options.model))
@@ -78,7 +80,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
         _begin(options, changes)
-        print(trained_table(model), flush=True)
+        print(trainable_parameters(model), flush=True)
     started = time.perf_counter()
     if checkpoint is None:
         trainer.facts["held_out_loss_before"] = held_out_loss(trainer.model, eval_blocks, options.batch_size)
@@ -102,7 +104,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
         seed=options.seed,
         git_revision=git_revision(),
         versions=library_versions(),
-        parameters=trained_groups(model)[-1].parameters,
+        parameters=trainable_parameters(model).trained,
         steps=progress["steps"],
         tokens=progress["tokens"],
         train_seconds=progress["train_seconds"],
@@ -112,13 +114,13 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
             "train_loss": _recent(progress["loss_curve"]),
             "held_out_loss_before": trainer.facts["held_out_loss_before"],
             "held_out_loss": after,
-            "trained": [group._asdict() for group in trained_groups(model)],
+            "trained": asdict(trainable_parameters(model)),
         },
     )
     if arguments.should_save:
         _finish(options, model, tokenizer, result)
     trainer.accelerator.wait_for_everyone()
-    return asdict(result)
+    return _plain(result)
 
 
 def held_out_loss(model: Any, blocks: Tensor, batch_size: int) -> float | None:
@@ -290,6 +292,11 @@ def _finish(options: FinetuneOptions, model: Any, tokenizer: PreTrainedTokenizer
     append_result(folder, result)
     for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(asdict(result)))
 
 
 def _recent(loss_curve: list[list[float]]) -> float:

@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tape_pe.convert import TapeConfig
+from tape_pe.convert.freeze import BASE_GROUPS
 from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, read_json
 from tape_pe.text import STDLIB, read_texts
 
-METHODS = ("tape", "lora", "longlora", "theta", "full")
-PEFT_METHODS = ("lora", "longlora", "theta")
+METHODS = ("tape", "lora", "longlora", "theta", "full", "tape_lora")
+PEFT_METHODS = ("lora", "longlora", "theta", "tape_lora")
+TAPE_METHODS = ("tape", "tape_lora")
 ROPE_RULES = ("linear", "ntk", "yarn", "none")
 FREE_ON_RESUME = frozenset({"output_dir", "save_steps", "logging_steps", "progress"})
 """Options that may differ when a run is resumed."""
@@ -27,7 +30,8 @@ class FinetuneOptions:
         length: tokens of a training sample, and the length that the model is meant for afterwards.
         method: `"tape"` puts TAPE in and trains it; `"lora"` trains low-rank changes of the attention's projections;
             `"longlora"` is the same with shifted sparse attention in training (arXiv 2309.12307); `"theta"` the same
-            with a larger base of the rotary frequencies; `"full"` trains everything.
+            with a larger base of the rotary frequencies; `"full"` trains everything; `"tape_lora"` is TAPE and LoRA
+            together.
         output_dir: folder to write to; default: `runs/finetune/MODEL-METHOD-LENGTH`.
         data: texts to train on, see `tape_pe.text.read_texts`.
         split: split of a data set to train on.
@@ -42,10 +46,11 @@ class FinetuneOptions:
             where `factor` is above 1.
         factor: how much the rule stretches; default: `length` in units of the longest text that the model is made for.
         rope_theta: base of the rotary frequencies with the method `theta`.
-        also_train: what is trained beside the method's own weights: modules with one of these words in their name.
-        lora_rank: rank of the changes with `lora`, `longlora` and `theta`.
+        also_train: what is trained beside the method's own weights: `"embed"`, the embeddings and the output layer,
+            and `"norm"`, the norms; `full` trains them in any case.
+        lora_rank: rank of the changes with LoRA.
         lora_alpha: their scale, in units of 1 / rank.
-        tape: options of `tape_pe.TapeConfig` but `rope`, for the method `tape`.
+        tape: options of `tape_pe.TapeConfig` but `rope`, for `tape` and `tape_lora`.
         max_steps: optimizer steps.
         batch_size: samples that a device reads at once.
         accumulation: batches of a device that make a step.
@@ -118,11 +123,9 @@ class FinetuneOptions:
             raise ValueError(f"length is {self.length}; longlora has four groups, so it must be a multiple of 4")
         object.__setattr__(self, "also_train", tuple(self.also_train))
         object.__setattr__(self, "tape", dict(self.tape))
-        if self.method == "full":
-            return
-        for word in self.also_train:
-            if not isinstance(word, str) or not word:
-                raise ValueError(f"also_train is {self.also_train}; it must hold parts of module names")
+        for group in self.also_train:
+            if group not in BASE_GROUPS:
+                raise ValueError(f"also_train has {group!r}; it can have {', '.join(BASE_GROUPS)}")
 
     @property
     def folder(self) -> Path:
@@ -156,9 +159,7 @@ def check_finetune(options: FinetuneOptions, *, resume: bool = False) -> None:
     if (file := adapter_file(place)) is not None:
         raise ValueError(f"model is {options.model!r}, which holds an adapter ({file.name}); it must be a whole model")
     check_model_place(options.model)
-    if options.method == "tape":
-        from tape_pe.convert import TapeConfig
-
+    if options.method in TAPE_METHODS:
         if "rope" in options.tape:
             raise ValueError(f"tape.rope is {options.tape['rope']!r}; the options rope and factor say it")
         TapeConfig.from_dict(options.tape)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import tape_pe.models  # noqa: F401 - its models become known to the Auto classes
+from tape_pe.convert import TapeConfig, convert, load_adapter
 
 FINETUNE_FILE = "finetune.json"
 TAPE_FILE = "tape_adapter.json"
@@ -47,21 +48,28 @@ def load_causal_lm(
         name = check_model_place(path_or_name)
         return load_base(name, **how).eval(), load_tokenizer(name)
     own = read_json(folder / FINETUNE_FILE) if (folder / FINETUNE_FILE).is_file() else {}
-    base, changes = own.get(_BASE) or read_json(file).get(_BASE), own.get("config", {})
+    base, changes = own.get(_BASE) or _base_of(file), own.get("config", {})
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{file} names no base model under {_BASE!r}")
+        raise ValueError(f"{file} names no base model")
     try:
         name = check_model_place(base)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{file} names a base model that cannot be used: {error}") from error
     model = load_base(name, config_changes=changes, **how)
     if file.name == TAPE_FILE:
-        from tape_pe.convert import load_adapter
-
-        model = load_adapter(model, folder)
+        load_adapter(model, folder)
     else:
+        if own.get("method") == "tape_lora":  # PEFT's files do not say that it was converted
+            convert(model, TapeConfig.from_dict(own.get("tape", {})))
         model = _load_peft(model, folder)
     return model.eval(), load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else name)
+
+
+def _base_of(file: Path) -> Any:
+    """The base model that an adapter's file names, a string if it does."""
+    values = read_json(file)
+    base = values.get("base")
+    return values.get(_BASE) or (base.get("name_or_path") if isinstance(base, dict) else None)
 
 
 def check_model_place(path_or_name: str | Path) -> str:

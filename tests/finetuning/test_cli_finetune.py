@@ -20,7 +20,7 @@ def test_one_pass(base_folder, text_file, tmp_path, monkeypatch, capsys, method)
     own = ["--tape.position_size", "3"] if method == "tape" else ["--lora_rank", "3", "--also_train", ""]
     assert main([*command, *own]) == 0
     output = capsys.readouterr().out
-    assert "together" in output
+    assert "whole model" in output
     assert "held-out loss: " in output
     (folder,) = (tmp_path / "runs" / "finetune").iterdir()
     assert folder.name == f"{base_folder.name}-{method}-64"
