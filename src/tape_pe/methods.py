@@ -7,6 +7,7 @@ from typing import Any
 
 from tape_pe.convert import TapeConfig, convert, freeze_base, save_adapter
 from tape_pe.convert.freeze import grouped_parameters
+from tape_pe.convert.peft import MODULE
 from tape_pe.convert.rules import new_rope_parameters
 from tape_pe.finetune_options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.longlora import SHIFTED_SPARSE, register
@@ -105,12 +106,15 @@ def _with_lora(model: Any, options: FinetuneOptions) -> Any:
     targets = [name for name in PROJECTIONS if any(key.endswith(f".{name}") for key, _ in model.named_modules())]
     if not targets:
         raise ValueError(f"model is {options.model!r}, which has none of the layers {', '.join(PROJECTIONS)}")
+    trained = _modules_of(model, options.also_train)
+    if options.method in TAPE_METHODS:
+        trained.append(MODULE)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
         target_modules=targets,
-        modules_to_save=_modules_of(model, (*options.also_train, "tape")) or None,
+        modules_to_save=trained or None,
         ensure_weight_tying=_is_tied(model) and "embed" in options.also_train,
     )
     with without_peft_warnings():
