@@ -72,8 +72,8 @@ def make_base(folder: Path, **changes: object) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     sizes = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
+        "hidden_size": 64,
+        "intermediate_size": 96,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
