@@ -24,10 +24,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, TrainingArguments,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from tape_pe.convert import trainable_parameters
-from tape_pe.files import remove_staging_folders, staging_folder, write_json
+from tape_pe.files import read_json, remove_staging_folders, staging_folder, write_json
 from tape_pe.finetune_options import TAPE_METHODS, FinetuneOptions, check_finetune
 from tape_pe.methods import build_model, config_changes, save_model
-from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer, read_json
+from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
 from tape_pe.text import has_splits, read_texts, token_blocks
 from tape_pe.train import RunTrainer, StopOnSignal, TrainingInterruptedError

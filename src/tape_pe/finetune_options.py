@@ -9,13 +9,15 @@ from typing import Any
 
 from tape_pe.convert import TapeConfig
 from tape_pe.convert.freeze import BASE_GROUPS
-from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, read_json
+from tape_pe.convert.rules import RULES
+from tape_pe.files import read_json
+from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft
 from tape_pe.text import STDLIB, read_texts
 
 METHODS = ("tape", "lora", "longlora", "theta", "full", "tape_lora")
 PEFT_METHODS = ("lora", "longlora", "theta", "tape_lora")
 TAPE_METHODS = ("tape", "tape_lora")
-ROPE_RULES = ("linear", "ntk", "yarn", "none")
+ROPE_RULES = (*RULES, "none")
 FREE_ON_RESUME = frozenset({"output_dir", "save_steps", "logging_steps", "progress"})
 """Options that may differ when a run is resumed."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from tape_pe.convert import TapeConfig, convert, freeze_base, save_adapter
 from tape_pe.convert.freeze import grouped_parameters
 from tape_pe.convert.peft import MODULE as TAPE_MODULE
-from tape_pe.convert.rules import new_rope_parameters
+from tape_pe.convert.rules import changed_rope_parameters, new_rope_parameters, rope_of_full_attention
 from tape_pe.finetune_options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.longlora import SHIFTED_SPARSE, register
 from tape_pe.pretrained import load_base, without_peft_warnings
@@ -31,12 +31,11 @@ def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
     rule = options.rope or ("linear" if options.method != "theta" and factor > 1 else "none")
     changes: dict[str, Any] = {}
     if options.method == "theta":
-        changes["rope_parameters"] = _with_theta(parameters, options.rope_theta)
+        changes["rope_parameters"] = changed_rope_parameters(parameters, {"rope_theta": options.rope_theta})
         config = type(config).from_dict({**config.to_dict(), **changes})
     if rule != "none":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        own = parameters.get("full_attention", parameters)
-        rotary_dim = int(head_dim * own.get("partial_rotary_factor", 1.0))
+        rotary_dim = int(head_dim * rope_of_full_attention(parameters).get("partial_rotary_factor", 1.0))
         asked = {"rope_type": rule, "factor": factor}
         try:
             changes["rope_parameters"] = new_rope_parameters(asked, rotary_dim, config)
@@ -44,12 +43,6 @@ def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
             raise ValueError(f"{error}; --rope none keeps what the model has") from error
     changes["max_position_embeddings"] = max(longest, options.length)
     return changes
-
-
-def _with_theta(parameters: dict[str, Any], theta: float) -> dict[str, Any]:
-    if "full_attention" in parameters:
-        return {**parameters, "full_attention": {**parameters["full_attention"], "rope_theta": theta}}
-    return {**parameters, "rope_theta": theta}
 
 
 def build_model(options: FinetuneOptions, changes: dict[str, Any]) -> Any:

@@ -265,7 +265,7 @@ def test_damaged_files(tmp_path):
     with pytest.raises(ValueError, match=r"format=2; this version of tape-pe reads format 1"):
         load_adapter(base, tmp_path)
     (tmp_path / adapter.CONFIG_FILE).write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="cannot be read"):
         load_adapter(base, tmp_path)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tape_pe.convert.classes import is_converted
+from tape_pe.convert.classes import check_converted
 from tape_pe.convert.layers import PositionUpdate
 
 # Names that `also_train` knows, in the order of the table.
@@ -90,8 +90,7 @@ def freeze_base(model: nn.Module, also_train: Collection[str] = ()) -> Trainable
     for name in also_train:
         if name not in BASE_GROUPS:
             raise ValueError(f"also_train has {name!r}: known groups are {', '.join(BASE_GROUPS)}")
-    if not is_converted(model):
-        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert; there would be no weights")
+    check_converted(model)
     trained = {"tape", *also_train}
     for group, parameter in grouped_parameters(model):
         parameter.requires_grad_(group in trained)

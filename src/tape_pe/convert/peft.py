@@ -25,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tape_pe.convert.classes import is_converted
+from tape_pe.convert.classes import check_converted
 from tape_pe.convert.fingerprint import tape_names
 from tape_pe.convert.layers import TapeDecoderLayer
 
@@ -61,8 +61,7 @@ def lora_config(model: nn.Module, **options: Any) -> Any:
         ValueError: `model` is not converted, or has no TAPE weights (both updates are off).
     """
     peft = _peft()
-    if not is_converted(model):
-        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert")
+    check_converted(model)
     if not any(isinstance(layer, TapeDecoderLayer) and layer.tape is not None for layer in model.modules()):
         raise ValueError(f"model={type(model).__name__}: no layer has weights of TAPE; PEFT's own LoraConfig will do")
     modules = [*(options.pop("modules_to_save", None) or ()), MODULE]
