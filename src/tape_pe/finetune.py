@@ -78,7 +78,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
-        _begin(options, changes)
+        prepare_folder(options, changes)
         print(trainable_parameters(model), flush=True)
     started = time.perf_counter()
     if checkpoint is None:
@@ -270,8 +270,13 @@ def _stack(blocks: Iterator[list[int]], count: int, length: int) -> Tensor:
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.int32)
 
 
-def _begin(options: FinetuneOptions, changes: dict[str, Any]) -> None:
-    """Makes the folder, and says in it what it is for."""
+def prepare_folder(options: FinetuneOptions, changes: dict[str, Any]) -> None:
+    """Makes the output folder and writes its `finetune.json`, which says what the folder is for.
+
+    Args:
+        options: the run.
+        changes: fields of the base's config that the run changes, from `tape_pe.methods.config_changes`.
+    """
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     remove_staging_folders(folder)

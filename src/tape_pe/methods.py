@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tape_pe.convert import TapeConfig, convert, freeze_base, save_adapter
-from tape_pe.convert.freeze import grouped_parameters
-from tape_pe.convert.peft import MODULE as TAPE_MODULE
+from tape_pe.convert.freeze import grouped_parameters, has_tied_embeddings
+from tape_pe.convert.peft import attention_projections, lora_config
 from tape_pe.convert.rules import changed_rope_parameters, new_rope_parameters, rope_of_full_attention
 from tape_pe.finetune_options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.longlora import SHIFTED_SPARSE, register
 from tape_pe.pretrained import load_base, without_peft_warnings
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The linear layers of attention that LoRA changes, as published; no others, such as those in TAPE's own modules."""
 
 
 def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
@@ -79,7 +76,7 @@ def save_model(model: Any, options: FinetuneOptions, folder: Path) -> None:
 def _modules_of(model: Any, groups: tuple[str, ...]) -> list[str]:
     """Last parts of the names of the modules that hold these groups' parameters, as PEFT wants them."""
     wanted = {id(parameter) for group, parameter in grouped_parameters(model) if group in groups}
-    hidden = model.get_output_embeddings() if _is_tied(model) else None  # PEFT ties it by itself
+    hidden = model.get_output_embeddings() if has_tied_embeddings(model) else None  # PEFT ties it by itself
     names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
@@ -88,25 +85,18 @@ def _modules_of(model: Any, groups: tuple[str, ...]) -> list[str]:
     return sorted(names)
 
 
-def _is_tied(model: Any) -> bool:
-    output = model.get_output_embeddings()
-    return output is not None and output.weight is model.get_input_embeddings().weight
-
-
 def _with_lora(model: Any, options: FinetuneOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = [name for name in PROJECTIONS if any(key.endswith(f".{name}") for key, _ in model.named_modules())]
-    if not targets:
-        raise ValueError(f"model is {options.model!r}, which has none of the layers {', '.join(PROJECTIONS)}")
-    saved = _modules_of(model, options.also_train) + ([TAPE_MODULE] if options.method in TAPE_METHODS else [])
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
-        target_modules=targets,
-        modules_to_save=saved or None,
-        ensure_weight_tying=_is_tied(model) and "embed" in options.also_train,
-    )
+    common: dict[str, Any] = {
+        "r": options.lora_rank,
+        "lora_alpha": options.lora_alpha,
+        "modules_to_save": _modules_of(model, options.also_train) or None,
+        "ensure_weight_tying": has_tied_embeddings(model) and "embed" in options.also_train,
+    }
+    if options.method in TAPE_METHODS:
+        config = lora_config(model, **common)
+    else:
+        config = LoraConfig(task_type="CAUSAL_LM", target_modules=attention_projections(model), **common)
     with without_peft_warnings():
         return get_peft_model(model, config)

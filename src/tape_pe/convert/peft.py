@@ -33,19 +33,21 @@ MODULE = "tape"  # the attribute of `TapeDecoderLayer` that holds its weights
 
 
 def attention_projections(model: nn.Module) -> list[str]:
-    """Names of the linear layers in the attention of a converted model, such as `q_proj`, `k_proj`, `v_proj`, `o_proj`.
+    """Names of the linear layers in a decoder's attention, such as `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
     Found in the model, because PEFT's own table does not know types such as `tape_llama`.
+
+    Args:
+        model: a model, converted or not.
+
+    Raises:
+        ValueError: no layer has a `self_attn` with linear layers.
     """
-    attentions: list[Any] = [layer.self_attn for layer in model.modules() if isinstance(layer, TapeDecoderLayer)]
-    return sorted(
-        {
-            name
-            for attention in attentions
-            for name, module in attention.named_children()
-            if isinstance(module, nn.Linear)
-        }
-    )
+    attentions = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "self_attn"]
+    found = {name for attention in attentions for name, m in attention.named_children() if isinstance(m, nn.Linear)}
+    if not found:
+        raise ValueError(f"model={type(model).__name__}: no layer has a self_attn with linear layers for LoRA")
+    return sorted(found)
 
 
 def lora_config(model: nn.Module, **options: Any) -> Any:
