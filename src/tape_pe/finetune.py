@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -27,6 +26,7 @@ from tape_pe.convert import trainable_parameters
 from tape_pe.files import read_json, remove_staging_folders, staging_folder, write_json
 from tape_pe.finetune_options import TAPE_METHODS, FinetuneOptions, check_finetune
 from tape_pe.methods import build_model, config_changes, save_model
+from tape_pe.perplexity import nll_sum
 from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
 from tape_pe.text import has_splits, read_texts, token_blocks
@@ -134,10 +134,7 @@ def held_out_loss(model: Any, blocks: Tensor, batch_size: int) -> float | None:
     model.eval()
     with torch.inference_mode():
         for rows in blocks.split(batch_size):
-            rows = rows.to(model.device, torch.int64)
-            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-            total += losses.sum(dtype=torch.float64).item()
+            total += nll_sum(model, rows.to(model.device, torch.int64), rows.shape[1] - 1)
     model.train(was_training)
     return total / (len(blocks) * (blocks.shape[1] - 1))
 

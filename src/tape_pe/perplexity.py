@@ -105,7 +105,7 @@ def perplexity(
             bar.set_description(f"perplexity at {length}")
             for batch in _batches(plan, batch_size):
                 rows = torch.stack([ids[window.start : window.end] for window in batch]).to(model.device)
-                total += _nll_sum(model, rows, batch[0].scored)
+                total += nll_sum(model, rows, batch[0].scored)
                 bar.update(sum(window.scored for window in batch))
     finally:
         model.train(was_training)
@@ -124,8 +124,15 @@ def _batches(plan: Sequence[Window], batch_size: int) -> list[list[Window]]:
     return batches
 
 
-def _nll_sum(model: Any, rows: Tensor, scored: int) -> float:
-    """Summed negative log-likelihood of the last `scored` tokens of each row, `[B, N]`; added up in fp64."""
+def nll_sum(model: Any, rows: Tensor, scored: int) -> float:
+    """Summed negative log-likelihood of the last tokens of rows, in nats, added up in fp64.
+
+    Args:
+        model: as in `perplexity`, in the mode that it is in.
+        rows: `[B, N]` token ids, int64, on the model's device.
+        scored: how many tokens of each row, at most N - 1. Their logits alone are computed where the model can do so,
+            and few are turned into fp32 at once, since vocabularies are large.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrappers hide the signature
     fewer = "logits_to_keep" in inspect.signature(inner.forward).parameters
     logits = model(input_ids=rows, use_cache=False, **({"logits_to_keep": scored + 1} if fewer else {})).logits
