@@ -11,7 +11,7 @@ from tape_pe.convert import TapeConfig
 from tape_pe.convert.freeze import BASE_GROUPS
 from tape_pe.convert.rules import RULES
 from tape_pe.files import read_json
-from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft
+from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, short_name
 from tape_pe.text import STDLIB, read_texts
 
 METHODS = ("tape", "lora", "longlora", "theta", "full", "tape_lora")
@@ -132,8 +132,8 @@ class FinetuneOptions:
     @property
     def folder(self) -> Path:
         """Where the run is written to."""
-        name = Path(self.model).expanduser().resolve().name if Path(self.model).exists() else self.model
-        default = Path("runs") / "finetune" / f"{name.replace('/', '--')}-{self.method}-{self.length}"
+        name = short_name(self.model).replace("/", "--")
+        default = Path("runs") / "finetune" / f"{name}-{self.method}-{self.length}"
         return Path(self.output_dir) if self.output_dir else default
 
     def to_dict(self) -> dict[str, Any]:

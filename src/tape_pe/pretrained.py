@@ -88,6 +88,12 @@ def check_model_place(path_or_name: str | Path) -> str:
     return text
 
 
+def short_name(path_or_name: str | Path) -> str:
+    """What results call a model: the folder's name, or the hub name."""
+    folder = Path(path_or_name).expanduser()
+    return folder.resolve().name if folder.exists() else str(path_or_name)
+
+
 def adapter_file(folder: Path) -> Path | None:
     """The file that makes a folder an adapter's, if it is one."""
     return next((folder / name for name in (CONFIG_FILE, PEFT_FILE) if (folder / name).is_file()), None)
