@@ -43,7 +43,7 @@ def _load(namespace: Namespace) -> tuple[Any, Any]:
     from tape_pe.pretrained import load_causal_lm
 
     if namespace.dtype not in _DTYPES:
-        raise UsageError(f"dtype is {namespace.dtype!r}; it must be one of {', '.join(_DTYPES)}")
+        raise UsageError(f"dtype={namespace.dtype!r}: it must be one of {', '.join(_DTYPES)}")
     device = refusing(check_device, namespace.device)
     quiet_loading()
     dtype = getattr(torch, namespace.dtype)
@@ -92,7 +92,7 @@ def _answer(namespace: Namespace, changed: list[str]) -> int:
     from tape_pe.evaluate import load_run
 
     if changed:
-        raise UsageError(f"{changed[0]} is {namespace[changed[0]]!r}; {namespace.model} is a run, whose task decodes")
+        raise UsageError(f"{changed[0]}={namespace[changed[0]]!r}: {namespace.model} is a run, whose task decodes")
     quiet_loading()
     options, model, tokenizer, _ = refusing(load_run, Path(namespace.model), namespace.device)
     print(refusing(options.task.answer, model, tokenizer, namespace.prompt))

@@ -251,11 +251,11 @@ def _read_blocks(
         texts = read_texts(name, split=options.eval_split, text_field=options.text_field)
         held_out = _stack(token_blocks(texts, tokenizer, options.length), options.eval_blocks, options.length)
         if not len(held_out):
-            raise ValueError(f"eval_data is {name!r}, which has fewer than length={options.length} tokens")
+            raise ValueError(f"eval_data={name!r}: has fewer than length={options.length} tokens")
     trained_on = _stack(blocks, needed, options.length)
     if not len(trained_on):
         raise ValueError(
-            f"data is {options.data!r}, which has too little text: no block of {options.length} tokens to train on"
+            f"data={options.data!r}: has too little text: no block of {options.length} tokens to train on"
             + (f" behind eval_blocks={options.eval_blocks} to measure on" if own_part else "")
         )
     return BlockDataset(trained_on, size, options.seed), held_out

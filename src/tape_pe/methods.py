@@ -23,7 +23,7 @@ def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
     config = config.get_text_config()
     longest, parameters = config.max_position_embeddings, getattr(config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(f"model is {options.model!r}, a {config.model_type} without rope_parameters")
+        raise ValueError(f"model={options.model!r}: a {config.model_type} without rope_parameters")
     factor = max(1.0, options.length / longest) if options.factor is None else float(options.factor)
     rule = options.rope or ("linear" if options.method != "theta" and factor > 1 else "none")
     changes: dict[str, Any] = {}

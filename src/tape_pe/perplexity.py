@@ -54,11 +54,11 @@ def windows(num_tokens: int, length: int, stride: int) -> list[Window]:
         ValueError: a number is out of range.
     """
     if length < 2:
-        raise ValueError(f"length is {length}; it must be at least 2, so that there is a token to predict")
+        raise ValueError(f"length={length}: it must be at least 2, so that there is a token to predict")
     if not 1 <= stride < length:
-        raise ValueError(f"stride is {stride}; it must be 1 to {length - 1}, less than the length, {length}")
+        raise ValueError(f"stride={stride}: it must be 1 to {length - 1}, less than the length, {length}")
     if num_tokens < length:
-        raise ValueError(f"length is {length}; the text has only {num_tokens} tokens")
+        raise ValueError(f"length={length}: the text has only {num_tokens} tokens")
     found = [Window(0, length, length - 1)]
     while found[-1].end < num_tokens:
         start, end = found[-1].start + stride, min(found[-1].end + stride, num_tokens)
@@ -91,13 +91,13 @@ def perplexity(
     """
     ids = torch.as_tensor(token_ids)
     if ids.ndim != 1 or ids.is_floating_point():
-        raise ValueError(f"token_ids has shape {list(ids.shape)} and dtype {ids.dtype}; it must be integers [N]")
+        raise ValueError(f"token_ids has shape {list(ids.shape)} and dtype {ids.dtype}: it must be integers [N]")
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        raise ValueError(f"batch_size={batch_size}: it must be at least 1")
     plan = windows(len(ids), length, stride)
     vocab_size = model.get_input_embeddings().num_embeddings
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise ValueError(f"token_ids go from {int(ids.min())} to {int(ids.max())}; the model knows 0..{vocab_size - 1}")
+        raise ValueError(f"token_ids go from {int(ids.min())} to {int(ids.max())}: the model knows 0..{vocab_size - 1}")
     was_training, total = model.training, 0.0
     model.eval()
     try:
