@@ -41,7 +41,7 @@ def test_generate_serves_runs_too(make_options, capsys):
     assert main(["generate", run, "1+2="]) == 0
     assert capsys.readouterr().out.endswith("\n")
     message = refused(capsys, "generate", run, "1+2=", "--temperature", "0.5")
-    assert "temperature is 0.5; " in message
+    assert "temperature=0.5: " in message
     assert "is a run, whose task decodes" in message
 
 
@@ -68,23 +68,23 @@ def test_passkey_writes_lines_and_a_page(llama_folder, passkey_tokenizer, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "MODEL", "x", "--top_p", "0.5"], "top_p is 0.5; it needs a temperature above 0"),
-        (["generate", "MODEL", "x", "--dtype", "int8"], "dtype is 'int8'; it must be one of float32,"),
+        (["generate", "MODEL", "x", "--top_p", "0.5"], "top_p=0.5: it needs a temperature above 0"),
+        (["generate", "MODEL", "x", "--dtype", "int8"], "dtype='int8': it must be one of float32,"),
         (["generate", "MODEL", "x", "--device", "abacus"], "device is 'abacus'"),
-        (["generate", "MODEL", "x", "--chat"], "chat is true; the tokenizer has no chat template"),
+        (["generate", "MODEL", "x", "--chat"], "chat=True: the tokenizer has no chat template"),
         (["generate", "MODEL", "x", "--top_q", "0.5"], "top_q is not an option"),
         (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "16,x"], "'16,x'"),
-        (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "16"], "stride is 256; it must be 1 to 15"),
-        (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "0"], "lengths is [0]; it must hold positive"),
-        (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "9999"], "length is 9999; the text has only"),
+        (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "16"], "stride=256: it must be 1 to 15"),
+        (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "0"], "lengths=[0]: it must hold positive"),
+        (["perplexity", "MODEL", "--data", "text.txt", "--lengths", "9999"], "length=9999: the text has only"),
         (["perplexity", "MODEL", "--lengths", "16"], "data"),
-        (["passkey", "MODEL", "--lengths", "20"], "length is 20; a prompt with key"),
+        (["passkey", "MODEL", "--lengths", "20"], "length=20: a prompt with key"),
         (
             ["passkey", "MODEL", "--lengths", "500", "--depths", "2"],
-            "depths is [2.0]; it must hold numbers from 0 to 1",
+            "depths=[2.0]: it must hold numbers from 0 to 1",
         ),
-        (["passkey", "MODEL", "--lengths", "500", "--seeds", "0"], "seeds is 0"),
-        (["passkey", "MODEL", "--lengths", "500", "--texts.answer", "x"], "texts.answer is 'x'; it must hold {key}"),
+        (["passkey", "MODEL", "--lengths", "500", "--seeds", "0"], "seeds=0"),
+        (["passkey", "MODEL", "--lengths", "500", "--texts.answer", "x"], "texts.answer='x': it must hold {key}"),
     ],
 )
 def test_refused_before_any_work(llama_folder, capsys, arguments, message):

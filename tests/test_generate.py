@@ -44,7 +44,7 @@ def test_beams_are_shown_at_the_end(llama, capsys):
 
 def test_chat_template(llama):
     model, tokenizer = llama
-    with pytest.raises(ValueError, match="chat is true; the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="chat=True: the tokenizer has no chat template"):
         generate_text(model, tokenizer, "The sky", chat=True)
     tokenizer.chat_template = "{{ messages[0]['content'] }} is"
     options = SamplingOptions(max_new_tokens=5)
@@ -57,13 +57,13 @@ def test_chat_template(llama):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer of at least 1"),
-        ({"num_beams": 0}, "num_beams is 0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"temperature": -0.1}, "temperature is -0.1; it must be 0 or a positive number"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
-        ({"top_p": 0.5}, "top_p is 0.5; it needs a temperature above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: it must be an integer of at least 1"),
+        ({"num_beams": 0}, "num_beams=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"temperature": -0.1}, "temperature=-0.1: it must be 0 or a positive number"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0: it must be above 0 and at most 1"),
+        ({"top_p": 0.5}, "top_p=0.5: it needs a temperature above 0"),
     ],
 )
 def test_options_out_of_range(changes, message):

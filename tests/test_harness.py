@@ -80,7 +80,7 @@ def test_a_model_that_is_loaded_already(make_model, passkey_tokenizer):
 def test_refuses_what_is_no_precision(llama_folder, dtype):
     from tape_pe.harness import TapeHarnessModel
 
-    with pytest.raises(ValueError, match=f"dtype is '{dtype}'; it must be a floating-point type"):
+    with pytest.raises(ValueError, match=f"dtype='{dtype}': it must be a floating-point type"):
         TapeHarnessModel(str(llama_folder), dtype=dtype)
 
 

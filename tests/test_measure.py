@@ -136,11 +136,11 @@ def test_fingerprint_sees_every_weight(model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": []}, r"lengths is \[\]; it must hold positive integers, each only once"),
-        ({"lengths": [8, 8]}, r"lengths is \[8, 8\]; it must hold"),
-        ({"lengths": [61]}, "length is 61; the text has only 60 tokens"),
-        ({"stride": 8}, "stride is 8; it must be 1 to 7"),
-        ({"batch_size": 0}, "batch_size is 0; it must be a positive integer"),
+        ({"lengths": []}, r"lengths=\[\]: it must hold positive integers, each only once"),
+        ({"lengths": [8, 8]}, r"lengths=\[8, 8\]: it must hold"),
+        ({"lengths": [61]}, "length=61: the text has only 60 tokens"),
+        ({"stride": 8}, "stride=8: it must be 1 to 7"),
+        ({"batch_size": 0}, "batch_size=0: it must be a positive integer"),
     ],
 )
 def test_perplexity_refuses(model, tmp_path, changes, message):
@@ -153,10 +153,10 @@ def test_perplexity_refuses(model, tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": [40, 5]}, "length is 5; a prompt with key"),
-        ({"depths": [1.5]}, r"depths is \[1.5\]; it must hold numbers from 0 to 1"),
-        ({"depths": []}, r"depths is \[\]"),
-        ({"seeds": 0}, "seeds is 0; it must be a positive integer"),
+        ({"lengths": [40, 5]}, "length=5: a prompt with key"),
+        ({"depths": [1.5]}, r"depths=\[1.5\]: it must hold numbers from 0 to 1"),
+        ({"depths": []}, r"depths=\[\]"),
+        ({"seeds": 0}, "seeds=0: it must be a positive integer"),
     ],
 )
 def test_passkey_refuses(model, tokenizer, tmp_path, changes, message):

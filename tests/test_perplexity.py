@@ -80,13 +80,13 @@ def test_low_precision_is_summed_in_fp64(llama, make_tokens):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 1}, "length is 1; it must be at least 2"),
-        ({"length": 21}, "length is 21; the text has only 20 tokens"),
-        ({"stride": 0}, "stride is 0; it must be 1 to 9, less than the length, 10"),
-        ({"stride": 10}, "stride is 10; it must be 1 to 9"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"length": 1}, "length=1: it must be at least 2"),
+        ({"length": 21}, "length=21: the text has only 20 tokens"),
+        ({"stride": 0}, "stride=0: it must be 1 to 9, less than the length, 10"),
+        ({"stride": 10}, "stride=10: it must be 1 to 9"),
+        ({"batch_size": 0}, "batch_size=0"),
         ({"token_ids": torch.ones(2, 10)}, r"token_ids has shape \[2, 10\] and dtype torch.float32"),
-        ({"token_ids": [3, 61] * 10}, "token_ids go from 3 to 61; the model knows 0..60"),
+        ({"token_ids": [3, 61] * 10}, "token_ids go from 3 to 61: the model knows 0..60"),
     ],
 )
 def test_what_is_refused(llama, make_tokens, changes, message):

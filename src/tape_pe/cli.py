@@ -1,7 +1,7 @@
 """The `tape` command. Options are those of the dataclasses in `tape_pe.options` and `tape_pe.tasks`.
 
 Exit codes: 0 done, 1 the work failed, 2 the input was refused (before any work), 130 interrupted.
-Libraries are imported inside the commands that need them, so that `tape --help` answers at once.
+What only some commands need is imported inside them; torch and transformers come with the package in any case.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _load(namespace: Namespace) -> tuple[Any, Any]:
     from tape_pe.pretrained import load_causal_lm
 
     if namespace.dtype not in _DTYPES:
-        raise UsageError(f"dtype is {namespace.dtype!r}; it must be one of {', '.join(_DTYPES)}")
+        raise UsageError(f"dtype={namespace.dtype!r}: it must be one of {', '.join(_DTYPES)}")
     device = refusing(check_device, namespace.device)
     quiet_loading()
     dtype = getattr(torch, namespace.dtype)
@@ -52,13 +52,10 @@ def _load(namespace: Namespace) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _short_name(model: str) -> str:
-    """What lines and files call a model: the folder's name, or the hub name."""
-    return Path(model).resolve().name if Path(model).exists() else model
-
-
 def _output(namespace: Namespace, task: str) -> Path:
-    name = re.sub(r"[^\w.-]+", "--", _short_name(namespace.model))
+    from tape_pe.pretrained import short_name
+
+    name = re.sub(r"[^\w.-]+", "--", short_name(namespace.model))
     return Path(namespace.output or Path("runs") / task / f"{name}.jsonl")
 
 
@@ -95,7 +92,7 @@ def _answer(namespace: Namespace, changed: list[str]) -> int:
     from tape_pe.evaluate import load_run
 
     if changed:
-        raise UsageError(f"{changed[0]} is {namespace[changed[0]]!r}; {namespace.model} is a run, whose task decodes")
+        raise UsageError(f"{changed[0]}={namespace[changed[0]]!r}: {namespace.model} is a run, whose task decodes")
     quiet_loading()
     options, model, tokenizer, _ = refusing(load_run, Path(namespace.model), namespace.device)
     print(refusing(options.task.answer, model, tokenizer, namespace.prompt))
@@ -120,6 +117,7 @@ def _perplexity_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 def _perplexity(namespace: Namespace) -> int:
     from tape_pe.measure import check_counts, measure_perplexity, token_stream
     from tape_pe.perplexity import windows
+    from tape_pe.pretrained import short_name
     from tape_pe.report.measurements import perplexity_table
     from tape_pe.text import read_texts
 
@@ -135,7 +133,7 @@ def _perplexity(namespace: Namespace) -> int:
             measure_perplexity,
             model,
             ids,
-            name=_short_name(namespace.model),
+            name=short_name(namespace.model),
             lengths=namespace.lengths,
             stride=namespace.stride,
             output=(output := _output(namespace, "perplexity")),
@@ -166,6 +164,7 @@ def _passkey_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def _passkey(namespace: Namespace) -> int:
     from tape_pe.measure import check_passkey, measure_passkey
+    from tape_pe.pretrained import short_name
     from tape_pe.report.measurements import passkey_table, write_passkey_page
     from tape_pe.tasks.passkey import PasskeyTexts
 
@@ -179,7 +178,7 @@ def _passkey(namespace: Namespace) -> int:
             measure_passkey,
             model,
             tokenizer,
-            name=_short_name(namespace.model),
+            name=short_name(namespace.model),
             output=output,
             texts=texts,
             progress=True,

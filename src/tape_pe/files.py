@@ -1,4 +1,4 @@
-"""Writes that an interruption cannot leave half done: to a temporary name first, renamed when complete."""
+"""Files that an interruption cannot leave half written: to a temporary name first, renamed when complete."""
 
 from __future__ import annotations
 
@@ -29,6 +29,21 @@ def write_json(path: Path, values: Any) -> None:
         ValueError: `values` hold a number that is not finite.
     """
     write_text(path, json.dumps(values, allow_nan=False, indent=1))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # the latter also of text that is not UTF-8
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return values
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -24,10 +23,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, TrainingArguments,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from tape_pe.convert import trainable_parameters
-from tape_pe.files import remove_staging_folders, staging_folder, write_json
+from tape_pe.files import read_json, remove_staging_folders, staging_folder, write_json
 from tape_pe.finetune_options import TAPE_METHODS, FinetuneOptions, check_finetune
 from tape_pe.methods import build_model, config_changes, save_model
-from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer, read_json
+from tape_pe.perplexity import nll_sum
+from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
 from tape_pe.text import has_splits, read_texts, token_blocks
 from tape_pe.train import RunTrainer, StopOnSignal, TrainingInterruptedError
@@ -78,7 +78,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
-        _begin(options, changes)
+        prepare_folder(options, changes)
         print(trainable_parameters(model), flush=True)
     started = time.perf_counter()
     if checkpoint is None:
@@ -134,10 +134,7 @@ def held_out_loss(model: Any, blocks: Tensor, batch_size: int) -> float | None:
     model.eval()
     with torch.inference_mode():
         for rows in blocks.split(batch_size):
-            rows = rows.to(model.device, torch.int64)
-            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-            total += losses.sum(dtype=torch.float64).item()
+            total += nll_sum(model, rows.to(model.device, torch.int64), rows.shape[1] - 1)
     model.train(was_training)
     return total / (len(blocks) * (blocks.shape[1] - 1))
 
@@ -254,11 +251,11 @@ def _read_blocks(
         texts = read_texts(name, split=options.eval_split, text_field=options.text_field)
         held_out = _stack(token_blocks(texts, tokenizer, options.length), options.eval_blocks, options.length)
         if not len(held_out):
-            raise ValueError(f"eval_data is {name!r}, which has fewer than length={options.length} tokens")
+            raise ValueError(f"eval_data={name!r}: has fewer than length={options.length} tokens")
     trained_on = _stack(blocks, needed, options.length)
     if not len(trained_on):
         raise ValueError(
-            f"data is {options.data!r}, which has too little text: no block of {options.length} tokens to train on"
+            f"data={options.data!r}: has too little text: no block of {options.length} tokens to train on"
             + (f" behind eval_blocks={options.eval_blocks} to measure on" if own_part else "")
         )
     return BlockDataset(trained_on, size, options.seed), held_out
@@ -270,8 +267,13 @@ def _stack(blocks: Iterator[list[int]], count: int, length: int) -> Tensor:
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.int32)
 
 
-def _begin(options: FinetuneOptions, changes: dict[str, Any]) -> None:
-    """Makes the folder, and says in it what it is for."""
+def prepare_folder(options: FinetuneOptions, changes: dict[str, Any]) -> None:
+    """Makes the output folder and writes its `finetune.json`, which says what the folder is for.
+
+    Args:
+        options: the run.
+        changes: fields of the base's config that the run changes, from `tape_pe.methods.config_changes`.
+    """
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     remove_staging_folders(folder)

@@ -9,13 +9,15 @@ from typing import Any
 
 from tape_pe.convert import TapeConfig
 from tape_pe.convert.freeze import BASE_GROUPS
-from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, read_json
+from tape_pe.convert.rules import RULES
+from tape_pe.files import read_json
+from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, short_name
 from tape_pe.text import STDLIB, read_texts
 
 METHODS = ("tape", "lora", "longlora", "theta", "full", "tape_lora")
 PEFT_METHODS = ("lora", "longlora", "theta", "tape_lora")
 TAPE_METHODS = ("tape", "tape_lora")
-ROPE_RULES = ("linear", "ntk", "yarn", "none")
+ROPE_RULES = (*RULES, "none")
 FREE_ON_RESUME = frozenset({"output_dir", "save_steps", "logging_steps", "progress"})
 """Options that may differ when a run is resumed."""
 
@@ -108,30 +110,30 @@ class FinetuneOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= least:
                 kind = "an integer of at least" if whole else "a number of at least"
-                raise ValueError(f"{name} is {value!r}; it must be {kind} {least}")
+                raise ValueError(f"{name}={value!r}: it must be {kind} {least}")
             if value == float("inf"):
-                raise ValueError(f"{name} is {value!r}; it must be finite")
+                raise ValueError(f"{name}={value!r}: it must be finite")
         for name, allowed in (("method", METHODS), ("rope", (*ROPE_RULES, None))):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(choice for choice in allowed if choice)
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {choices}")
+                raise ValueError(f"{name}={getattr(self, name)!r}: it must be one of {choices}")
         if self.seed >= 2**32:
-            raise ValueError(f"seed is {self.seed}; it must be below 2**32")
+            raise ValueError(f"seed={self.seed}: it must be below 2**32")
         if self.rope == "none" and self.factor is not None:
-            raise ValueError(f"factor is {self.factor}; it needs a rule, and rope is 'none'")
+            raise ValueError(f"factor={self.factor}: it needs a rule, and rope is 'none'")
         if self.method == "longlora" and self.length % 4:
-            raise ValueError(f"length is {self.length}; longlora has four groups, so it must be a multiple of 4")
+            raise ValueError(f"length={self.length}: longlora has four groups, so it must be a multiple of 4")
         object.__setattr__(self, "also_train", tuple(self.also_train))
         object.__setattr__(self, "tape", dict(self.tape))
         for group in self.also_train:
             if group not in BASE_GROUPS:
-                raise ValueError(f"also_train has {group!r}; it can have {', '.join(BASE_GROUPS)}")
+                raise ValueError(f"also_train has {group!r}: it can have {', '.join(BASE_GROUPS)}")
 
     @property
     def folder(self) -> Path:
         """Where the run is written to."""
-        name = Path(self.model).expanduser().resolve().name if Path(self.model).exists() else self.model
-        default = Path("runs") / "finetune" / f"{name.replace('/', '--')}-{self.method}-{self.length}"
+        name = short_name(self.model).replace("/", "--")
+        default = Path("runs") / "finetune" / f"{name}-{self.method}-{self.length}"
         return Path(self.output_dir) if self.output_dir else default
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,14 +159,14 @@ def check_finetune(options: FinetuneOptions, *, resume: bool = False) -> None:
     """
     place = Path(options.model).expanduser()
     if (file := adapter_file(place)) is not None:
-        raise ValueError(f"model is {options.model!r}, which holds an adapter ({file.name}); it must be a whole model")
+        raise ValueError(f"model={options.model!r}: holds an adapter ({file.name}); it must be a whole model")
     check_model_place(options.model)
     if options.method in TAPE_METHODS:
         if "rope" in options.tape:
-            raise ValueError(f"tape.rope is {options.tape['rope']!r}; the options rope and factor say it")
+            raise ValueError(f"tape.rope={options.tape['rope']!r}: the options rope and factor say it")
         TapeConfig.from_dict(options.tape)
     elif options.tape:
-        raise ValueError(f"tape is {dict(options.tape)}; the method {options.method} has no such options")
+        raise ValueError(f"tape={dict(options.tape)}: the method {options.method} has no such options")
     if options.method in PEFT_METHODS:
         check_peft()
     read_texts(options.data, split=options.split, text_field=options.text_field)
@@ -176,15 +178,15 @@ def check_finetune(options: FinetuneOptions, *, resume: bool = False) -> None:
 def _check_folder(options: FinetuneOptions, resume: bool) -> None:
     folder = options.folder
     if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"output_dir is {folder}, which is a file; it must name a folder")
+        raise FileExistsError(f"output_dir={folder}: a file; it must name a folder")
     if not folder.is_dir() or not any(not path.name.startswith(".") for path in folder.iterdir()):
         return
     file = folder / FINETUNE_FILE
     if not file.is_file():
-        raise FileExistsError(f"output_dir is {folder}, which holds other files; choose another folder")
+        raise FileExistsError(f"output_dir={folder}: holds other files; choose another folder")
     if not resume:
-        raise FileExistsError(f"output_dir is {folder}, which holds a run already; use --resume, or another folder")
+        raise FileExistsError(f"output_dir={folder}: holds a run already; use --resume, or another folder")
     before, now = read_json(file).get("options", {}), options.to_dict()
     for name in now:
         if name not in FREE_ON_RESUME and before.get(name) != now[name]:
-            raise ValueError(f"{name} is {now[name]!r}; the run to resume has {before.get(name)!r} in {folder}")
+            raise ValueError(f"{name}={now[name]!r}: the run to resume has {before.get(name)!r} in {folder}")

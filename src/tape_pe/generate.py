@@ -32,13 +32,13 @@ class SamplingOptions:
         for name, least in (("max_new_tokens", 1), ("num_beams", 1), ("seed", 0)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**32:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}, below 2**32")
+                raise ValueError(f"{name}={value!r}: it must be an integer of at least {least}, below 2**32")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 or a positive number")
+            raise ValueError(f"temperature={self.temperature}: it must be 0 or a positive number")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+            raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
         if self.top_p < 1 and self.temperature == 0:
-            raise ValueError(f"top_p is {self.top_p}; it needs a temperature above 0, otherwise nothing is drawn")
+            raise ValueError(f"top_p={self.top_p}: it needs a temperature above 0, otherwise nothing is drawn")
 
 
 def generate_text(
@@ -65,7 +65,7 @@ def generate_text(
     """
     options = options or SamplingOptions()
     if chat and not tokenizer.chat_template:
-        raise ValueError("chat is true; the tokenizer has no chat template")
+        raise ValueError("chat=True: the tokenizer has no chat template")
     if chat:
         message = [{"role": "user", "content": prompt}]
         template = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
@@ -74,7 +74,7 @@ def generate_text(
         inputs = tokenizer(prompt, return_tensors="pt")
     input_ids = inputs["input_ids"].to(model.device)
     if input_ids.shape[1] == 0:
-        raise ValueError(f"prompt is {prompt!r}; it must hold at least one token")
+        raise ValueError(f"prompt={prompt!r}: it must hold at least one token")
     one_by_one = stream and options.num_beams == 1
     drawing: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if options.temperature > 0:

@@ -52,7 +52,7 @@ class TapeHarnessModel(HFLM):
         if isinstance(pretrained, str):
             precision = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
             if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-                raise ValueError(f"dtype is {dtype!r}; it must be a floating-point type, such as float32 or bfloat16")
+                raise ValueError(f"dtype={dtype!r}: it must be a floating-point type, such as float32 or bfloat16")
             model, own_tokenizer = load_causal_lm(pretrained, dtype=precision, attn_implementation=attn_implementation)
             model, tokenizer = model.to(check_device(device)), tokenizer or own_tokenizer
         super().__init__(pretrained=model, tokenizer=tokenizer, **options)

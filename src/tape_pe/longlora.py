@@ -55,7 +55,7 @@ def shifted_sparse_attention(
     """
     heads, length = query.shape[1:3]
     if groups < 1 or length % groups:
-        raise ValueError(f"groups is {groups}; it must divide the sequence length, {length}")
+        raise ValueError(f"groups={groups}: it must divide the sequence length, {length}")
     size = length // groups
     repeats = heads // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -103,7 +103,7 @@ def _attention_function(
         )
     for name in ("sliding_window", "softcap", "position_bias"):
         if options.get(name) is not None:
-            raise ValueError(f"{name} is {options[name]!r}; shifted sparse attention has no such thing")
+            raise ValueError(f"{name}={options[name]!r}: shifted sparse attention has no such thing")
     if attention_mask is not None:
         raise ValueError("attention_mask is given; shifted sparse attention trains on full rows of one length only")
     out = shifted_sparse_attention(query, key, value, scaling=scaling, dropout=dropout)

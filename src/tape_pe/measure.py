@@ -164,7 +164,7 @@ def check_passkey(
     """What `measure_passkey` refuses without knowing the tokenizer; its arguments and errors."""
     check_counts(lengths=lengths, seeds=seeds, batch_size=batch_size)
     if depths is not None and (not len(depths) or any(not 0 <= depth <= 1 for depth in depths)):
-        raise ValueError(f"depths is {list(depths)}; it must hold numbers from 0 to 1")
+        raise ValueError(f"depths={list(depths)}: it must hold numbers from 0 to 1")
 
 
 def check_counts(**values: int | Sequence[int]) -> None:
@@ -173,7 +173,7 @@ def check_counts(**values: int | Sequence[int]) -> None:
         several = list(value) if isinstance(value, Sequence) else [value]
         if not several or len(set(several)) < len(several) or any(type(one) is not int or one < 1 for one in several):
             rule = "hold positive integers, each only once" if isinstance(value, Sequence) else "be a positive integer"
-            raise ValueError(f"{name} is {value}; it must {rule}")
+            raise ValueError(f"{name}={value}: it must {rule}")
 
 
 def warn_beyond_trained(model: Any, length: int) -> None:

@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tape_pe.convert import TapeConfig, convert, freeze_base, save_adapter
-from tape_pe.convert.freeze import grouped_parameters
-from tape_pe.convert.peft import MODULE as TAPE_MODULE
-from tape_pe.convert.rules import new_rope_parameters
+from tape_pe.convert.freeze import grouped_parameters, has_tied_embeddings
+from tape_pe.convert.peft import attention_projections, lora_config
+from tape_pe.convert.rules import changed_rope_parameters, new_rope_parameters, rope_of_full_attention
 from tape_pe.finetune_options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.longlora import SHIFTED_SPARSE, register
 from tape_pe.pretrained import load_base, without_peft_warnings
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The linear layers of attention that LoRA changes, as published; no others, such as those in TAPE's own modules."""
 
 
 def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
@@ -26,17 +23,16 @@ def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
     config = config.get_text_config()
     longest, parameters = config.max_position_embeddings, getattr(config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(f"model is {options.model!r}, a {config.model_type} without rope_parameters")
+        raise ValueError(f"model={options.model!r}: a {config.model_type} without rope_parameters")
     factor = max(1.0, options.length / longest) if options.factor is None else float(options.factor)
     rule = options.rope or ("linear" if options.method != "theta" and factor > 1 else "none")
     changes: dict[str, Any] = {}
     if options.method == "theta":
-        changes["rope_parameters"] = _with_theta(parameters, options.rope_theta)
+        changes["rope_parameters"] = changed_rope_parameters(parameters, {"rope_theta": options.rope_theta})
         config = type(config).from_dict({**config.to_dict(), **changes})
     if rule != "none":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        own = parameters.get("full_attention", parameters)
-        rotary_dim = int(head_dim * own.get("partial_rotary_factor", 1.0))
+        rotary_dim = int(head_dim * rope_of_full_attention(parameters).get("partial_rotary_factor", 1.0))
         asked = {"rope_type": rule, "factor": factor}
         try:
             changes["rope_parameters"] = new_rope_parameters(asked, rotary_dim, config)
@@ -44,12 +40,6 @@ def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:
             raise ValueError(f"{error}; --rope none keeps what the model has") from error
     changes["max_position_embeddings"] = max(longest, options.length)
     return changes
-
-
-def _with_theta(parameters: dict[str, Any], theta: float) -> dict[str, Any]:
-    if "full_attention" in parameters:
-        return {**parameters, "full_attention": {**parameters["full_attention"], "rope_theta": theta}}
-    return {**parameters, "rope_theta": theta}
 
 
 def build_model(options: FinetuneOptions, changes: dict[str, Any]) -> Any:
@@ -86,7 +76,7 @@ def save_model(model: Any, options: FinetuneOptions, folder: Path) -> None:
 def _modules_of(model: Any, groups: tuple[str, ...]) -> list[str]:
     """Last parts of the names of the modules that hold these groups' parameters, as PEFT wants them."""
     wanted = {id(parameter) for group, parameter in grouped_parameters(model) if group in groups}
-    hidden = model.get_output_embeddings() if _is_tied(model) else None  # PEFT ties it by itself
+    hidden = model.get_output_embeddings() if has_tied_embeddings(model) else None  # PEFT ties it by itself
     names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
@@ -95,25 +85,18 @@ def _modules_of(model: Any, groups: tuple[str, ...]) -> list[str]:
     return sorted(names)
 
 
-def _is_tied(model: Any) -> bool:
-    output = model.get_output_embeddings()
-    return output is not None and output.weight is model.get_input_embeddings().weight
-
-
 def _with_lora(model: Any, options: FinetuneOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = [name for name in PROJECTIONS if any(key.endswith(f".{name}") for key, _ in model.named_modules())]
-    if not targets:
-        raise ValueError(f"model is {options.model!r}, which has none of the layers {', '.join(PROJECTIONS)}")
-    saved = _modules_of(model, options.also_train) + ([TAPE_MODULE] if options.method in TAPE_METHODS else [])
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
-        target_modules=targets,
-        modules_to_save=saved or None,
-        ensure_weight_tying=_is_tied(model) and "embed" in options.also_train,
-    )
+    common: dict[str, Any] = {
+        "r": options.lora_rank,
+        "lora_alpha": options.lora_alpha,
+        "modules_to_save": _modules_of(model, options.also_train) or None,
+        "ensure_weight_tying": has_tied_embeddings(model) and "embed" in options.also_train,
+    }
+    if options.method in TAPE_METHODS:
+        config = lora_config(model, **common)
+    else:
+        config = LoraConfig(task_type="CAUSAL_LM", target_modules=attention_projections(model), **common)
     with without_peft_warnings():
         return get_peft_model(model, config)

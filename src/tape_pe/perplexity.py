@@ -54,11 +54,11 @@ def windows(num_tokens: int, length: int, stride: int) -> list[Window]:
         ValueError: a number is out of range.
     """
     if length < 2:
-        raise ValueError(f"length is {length}; it must be at least 2, so that there is a token to predict")
+        raise ValueError(f"length={length}: it must be at least 2, so that there is a token to predict")
     if not 1 <= stride < length:
-        raise ValueError(f"stride is {stride}; it must be 1 to {length - 1}, less than the length, {length}")
+        raise ValueError(f"stride={stride}: it must be 1 to {length - 1}, less than the length, {length}")
     if num_tokens < length:
-        raise ValueError(f"length is {length}; the text has only {num_tokens} tokens")
+        raise ValueError(f"length={length}: the text has only {num_tokens} tokens")
     found = [Window(0, length, length - 1)]
     while found[-1].end < num_tokens:
         start, end = found[-1].start + stride, min(found[-1].end + stride, num_tokens)
@@ -91,13 +91,13 @@ def perplexity(
     """
     ids = torch.as_tensor(token_ids)
     if ids.ndim != 1 or ids.is_floating_point():
-        raise ValueError(f"token_ids has shape {list(ids.shape)} and dtype {ids.dtype}; it must be integers [N]")
+        raise ValueError(f"token_ids has shape {list(ids.shape)} and dtype {ids.dtype}: it must be integers [N]")
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        raise ValueError(f"batch_size={batch_size}: it must be at least 1")
     plan = windows(len(ids), length, stride)
     vocab_size = model.get_input_embeddings().num_embeddings
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise ValueError(f"token_ids go from {int(ids.min())} to {int(ids.max())}; the model knows 0..{vocab_size - 1}")
+        raise ValueError(f"token_ids go from {int(ids.min())} to {int(ids.max())}: the model knows 0..{vocab_size - 1}")
     was_training, total = model.training, 0.0
     model.eval()
     try:
@@ -105,7 +105,7 @@ def perplexity(
             bar.set_description(f"perplexity at {length}")
             for batch in _batches(plan, batch_size):
                 rows = torch.stack([ids[window.start : window.end] for window in batch]).to(model.device)
-                total += _nll_sum(model, rows, batch[0].scored)
+                total += nll_sum(model, rows, batch[0].scored)
                 bar.update(sum(window.scored for window in batch))
     finally:
         model.train(was_training)
@@ -124,8 +124,15 @@ def _batches(plan: Sequence[Window], batch_size: int) -> list[list[Window]]:
     return batches
 
 
-def _nll_sum(model: Any, rows: Tensor, scored: int) -> float:
-    """Summed negative log-likelihood of the last `scored` tokens of each row, `[B, N]`; added up in fp64."""
+def nll_sum(model: Any, rows: Tensor, scored: int) -> float:
+    """Summed negative log-likelihood of the last tokens of rows, in nats, added up in fp64.
+
+    Args:
+        model: as in `perplexity`, in the mode that it is in.
+        rows: `[B, N]` token ids, int64, on the model's device.
+        scored: how many tokens of each row, at most N - 1. Their logits alone are computed where the model can do so,
+            and few are turned into fp32 at once, since vocabularies are large.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrappers hide the signature
     fewer = "logits_to_keep" in inspect.signature(inner.forward).parameters
     logits = model(input_ids=rows, use_cache=False, **({"logits_to_keep": scored + 1} if fewer else {})).logits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import tape_pe.models  # noqa: F401 - its models become known to the Auto classes
 from tape_pe.convert import TapeConfig, convert, load_adapter
+from tape_pe.convert.adapter import CONFIG_FILE
 from tape_pe.convert.peft import load_lora
+from tape_pe.files import read_json
 
 FINETUNE_FILE = "finetune.json"
-TAPE_FILE = "tape_adapter.json"
 PEFT_FILE = "adapter_config.json"
 _BASE = "base_model_name_or_path"
 
@@ -57,7 +57,7 @@ def load_causal_lm(
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{file} names a base model that cannot be used: {error}") from error
     model = load_base(name, config_changes=changes, **how)
-    if file.name == TAPE_FILE:
+    if file.name == CONFIG_FILE:
         load_adapter(model, folder)
     else:
         model = _load_peft(model, folder, own)
@@ -88,9 +88,15 @@ def check_model_place(path_or_name: str | Path) -> str:
     return text
 
 
+def short_name(path_or_name: str | Path) -> str:
+    """What results call a model: the folder's name, or the hub name."""
+    folder = Path(path_or_name).expanduser()
+    return folder.resolve().name if folder.exists() else str(path_or_name)
+
+
 def adapter_file(folder: Path) -> Path | None:
     """The file that makes a folder an adapter's, if it is one."""
-    return next((folder / name for name in (TAPE_FILE, PEFT_FILE) if (folder / name).is_file()), None)
+    return next((folder / name for name in (CONFIG_FILE, PEFT_FILE) if (folder / name).is_file()), None)
 
 
 def load_base(
@@ -122,21 +128,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     with _explained(name):
         return AutoTokenizer.from_pretrained(name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return values
 
 
 def check_peft() -> None:

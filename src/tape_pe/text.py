@@ -55,7 +55,7 @@ def read_texts(data: str, *, split: str = "train", text_field: str = "text", str
         ValueError: there is no text, or no such split or field, or the data set cannot be read.
     """
     if not data:
-        raise ValueError("data is empty; it must be a file, a folder or a data set")
+        raise ValueError("data='': it must be a file, a folder or a data set")
     path = Path(data).expanduser()
     if data == STDLIB:
         read = _stdlib_reader(split)
@@ -64,12 +64,12 @@ def read_texts(data: str, *, split: str = "train", text_field: str = "text", str
     elif path.is_file():
         read = _file_reader(path, text_field)
     elif _is_path(data):
-        raise FileNotFoundError(f"data is {data!r}, which does not exist; it must be a file, a folder or a data set")
+        raise FileNotFoundError(f"data={data!r}: does not exist; it must be a file, a folder or a data set")
     else:
         read = _hub_reader(data, split, text_field, streaming)
     texts = _Texts(read)
     if next(iter(texts), None) is None:
-        raise ValueError(f"data is {data!r}, which holds no text")
+        raise ValueError(f"data={data!r}: holds no text")
     return texts
 
 
@@ -96,9 +96,9 @@ def token_blocks(
         ValueError: an argument is out of range.
     """
     if length < 1:
-        raise ValueError(f"length is {length}; it must be at least 1")
+        raise ValueError(f"length={length}: it must be at least 1")
     if documents not in DOCUMENT_MODES:
-        raise ValueError(f"documents is {documents!r}; it must be one of {', '.join(DOCUMENT_MODES)}")
+        raise ValueError(f"documents={documents!r}: it must be one of {', '.join(DOCUMENT_MODES)}")
     if tokenizer.eos_token_id is None:
         raise ValueError("tokenizer has no EOS token; it must have one, to tell documents apart")
     return _blocks(texts, tokenizer, length, documents == "packed")
@@ -131,7 +131,7 @@ def _file_reader(path: Path, text_field: str) -> Callable[[], Iterator[str]]:
         return lambda: _records(path, text_field)
     if path.suffix in TEXT_SUFFIXES:
         return lambda: iter([_document(path)])
-    raise ValueError(f"data is {str(path)!r}; a file must end in one of {', '.join(TEXT_SUFFIXES + RECORD_SUFFIXES)}")
+    raise ValueError(f"data={str(path)!r}: a file must end in one of {', '.join(TEXT_SUFFIXES + RECORD_SUFFIXES)}")
 
 
 def _folder_reader(folder: Path, text_field: str) -> Callable[[], Iterator[str]]:
@@ -171,14 +171,14 @@ def _field(record: Any, text_field: str, where: str) -> str:
     value = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(value, str):
         there = f"the fields are {', '.join(map(repr, record))}" if isinstance(record, dict) else "it has no fields"
-        raise ValueError(f"text_field is {text_field!r}, which is no text in {where}; {there}")
+        raise ValueError(f"text_field={text_field!r}: no text in {where}; {there}")
     return value
 
 
 def _stdlib_reader(split: str) -> Callable[[], Iterator[str]]:
     """The library's modules without installed packages, and without files in other encodings, which are test cases."""
     if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}; {STDLIB} has train and test")
+        raise ValueError(f"split={split!r}: {STDLIB} has train and test")
     folder = Path(sysconfig.get_paths()["stdlib"])
 
     def read() -> Iterator[str]:
@@ -198,9 +198,7 @@ def _stdlib_reader(split: str) -> Callable[[], Iterator[str]]:
 
 def _hub_reader(data: str, split: str, text_field: str, streaming: bool) -> Callable[[], Iterator[str]]:
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError(
-            f"data is {data!r}, which is no file or folder; for data sets of the hub: pip install 'tape-pe[lm]'"
-        )
+        raise ValueError(f"data={data!r}: is no file or folder; for data sets of the hub: pip install 'tape-pe[lm]'")
     import datasets
 
     name, _, configuration = data.partition(":")
@@ -209,6 +207,6 @@ def _hub_reader(data: str, split: str, text_field: str, streaming: bool) -> Call
     except Exception as error:  # the library raises all kinds: network, names, splits, formats
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ValueError(
-            f"data is {data!r}, which is no file or folder; as a data set, split {split!r} cannot be read: {reason}"
+            f"data={data!r}: is no file or folder; as a data set, split {split!r} cannot be read: {reason}"
         ) from error
     return lambda: (_field(row, text_field, data) for row in rows)

@@ -81,8 +81,10 @@ def test_options():
     assert not any(".tape." in name for name in lora)  # its own gate_proj is trained as it is
 
 
-def test_projections_are_found_in_the_model():
-    found = {kind: attention_projections(tape_pe.convert(small_model(kind))) for kind in ("llama", "phi3", "phi")}
+@pytest.mark.parametrize("converted", [False, True])
+def test_projections_are_found_in_the_model(converted):
+    models = {kind: small_model(kind) for kind in ("llama", "phi3", "phi")}
+    found = {kind: attention_projections(tape_pe.convert(m) if converted else m) for kind, m in models.items()}
     assert found == {
         "llama": ["k_proj", "o_proj", "q_proj", "v_proj"],
         "phi3": ["o_proj", "qkv_proj"],
@@ -108,6 +110,8 @@ def test_bases_without_a_place_for_the_weights_are_refused(tmp_path):
 
 
 def test_wrong_input(tmp_path):
+    with pytest.raises(ValueError, match="model=Linear: no layer has a self_attn"):
+        attention_projections(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="model=LlamaForCausalLM: not converted"):
         lora_config(small_model("llama"))
     nothing = TapeConfig(update_attention=False, update_mlp=False)

@@ -106,7 +106,7 @@ SCRIPT = """
     trainer = Trainer(model, options, train_dataset=Rows(tokens(32, 12)))
     history = losses(trainer)
     if trainer.is_world_process_zero():
-        json.dump(history, open(sys.argv[2], "w"))
+        json.dump([options.world_size, history], open(sys.argv[2], "w"))
 """
 
 
@@ -120,11 +120,13 @@ def test_two_processes_train_as_one_and_no_parameter_is_unused(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     histories = []
     for processes in (1, 2):
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
-        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        launch += ["--main_process_port", "0", str(script), str(tmp_path / "out"), str(tmp_path / f"{processes}.json")]
+        # `accelerate launch --cpu --num_processes 2` starts one process, unless there is mpirun.
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        launch += [str(script), str(tmp_path / "out"), str(tmp_path / f"{processes}.json")]
         result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, result.stderr[-3000:]
-        histories.append(json.loads((tmp_path / f"{processes}.json").read_text()))
+        world_size, history = json.loads((tmp_path / f"{processes}.json").read_text())
+        assert world_size == processes
+        histories.append(history)
     assert len(histories[0]) == 4
     assert histories[1] == pytest.approx(histories[0], abs=1e-4)

@@ -38,9 +38,9 @@ def test_one_pass(base_folder, text_file, tmp_path, monkeypatch, capsys, method)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--length", "1"], "length is 1; it must be an integer of at least 2"),
-        (["--length", "64", "--method", "magic"], "method is 'magic'; it must be one of tape, lora"),
-        (["--length", "64", "--data", "./none"], "data is './none', which does not exist"),
+        (["--length", "1"], "length=1: it must be an integer of at least 2"),
+        (["--length", "64", "--method", "magic"], "method='magic': it must be one of tape, lora"),
+        (["--length", "64", "--data", "./none"], "data='./none': does not exist"),
         (
             ["--length", "64", "--tape.position_sizes", "3"],
             "tape.position_sizes is not an option; the options are",

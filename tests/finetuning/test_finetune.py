@@ -75,8 +75,8 @@ def test_a_resumed_run_has_the_same_weights(make_finetune, monkeypatch, method):
     with pytest.raises(FileNotFoundError, match="fine-tuning has not finished"):
         load_causal_lm(options.folder)
     for changes, message in (
-        ({"lora_rank": 4}, "lora_rank is 4; the run to resume has 8"),
-        ({"also_train": ("norm",)}, r"also_train is \['norm'\]; the run to resume has"),
+        ({"lora_rank": 4}, "lora_rank=4: the run to resume has 8"),
+        ({"also_train": ("norm",)}, r"also_train=\['norm'\]: the run to resume has"),
     ):
         with pytest.raises(ValueError, match=message):
             finetune(replace(options, **changes), resume=True)
@@ -151,20 +151,20 @@ def test_held_out_blocks_are_not_trained_on(make_finetune, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 1}, "length is 1; it must be an integer of at least 2"),
-        ({"method": "magic"}, "method is 'magic'; it must be one of tape, lora, longlora, theta, full, tape_lora"),
-        ({"method": "longlora", "length": 66}, "length is 66; longlora has four groups"),
-        ({"rope": "dynamic"}, "rope is 'dynamic'; it must be one of linear, ntk, yarn, none"),
-        ({"rope": "none", "factor": 2.0}, "factor is 2.0; it needs a rule"),
-        ({"factor": 0.5}, "factor is 0.5; it must be a number of at least 1"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan"),
-        ({"learning_rate": float("inf")}, "learning_rate is inf; it must be finite"),
-        ({"max_steps": 0}, "max_steps is 0"),
-        ({"batch_size": True}, "batch_size is True"),
-        ({"lora_rank": 0}, "lora_rank is 0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 2**32}, "seed is 4294967296; it must be below"),
-        ({"also_train": ("head",)}, "also_train has 'head'; it can have embed, norm"),
+        ({"length": 1}, "length=1: it must be an integer of at least 2"),
+        ({"method": "magic"}, "method='magic': it must be one of tape, lora, longlora, theta, full, tape_lora"),
+        ({"method": "longlora", "length": 66}, "length=66: longlora has four groups"),
+        ({"rope": "dynamic"}, "rope='dynamic': it must be one of linear, ntk, yarn, none"),
+        ({"rope": "none", "factor": 2.0}, "factor=2.0: it needs a rule"),
+        ({"factor": 0.5}, "factor=0.5: it must be a number of at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf: it must be finite"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"lora_rank": 0}, "lora_rank=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "seed=4294967296: it must be below"),
+        ({"also_train": ("head",)}, "also_train has 'head': it can have embed, norm"),
     ],
 )
 def test_values_out_of_range(changes, message):
@@ -176,11 +176,11 @@ def test_values_out_of_range(changes, message):
     ("changes", "error", "message"),
     [
         ({"model": "/none"}, FileNotFoundError, "'/none' is not a model folder"),
-        ({"data": "/none"}, FileNotFoundError, "data is '/none', which does not exist"),
-        ({"eval_data": "/none"}, FileNotFoundError, "data is '/none', which does not exist"),
-        ({"tape": {"position_size": 4}}, ValueError, "tape is {'position_size': 4}; the method lora has no such"),
+        ({"data": "/none"}, FileNotFoundError, "data='/none': does not exist"),
+        ({"eval_data": "/none"}, FileNotFoundError, "data='/none': does not exist"),
+        ({"tape": {"position_size": 4}}, ValueError, "tape={'position_size': 4}: the method lora has no such"),
         ({"method": "tape", "tape": {"size": 4}}, ValueError, "tape.size=4: known options are"),
-        ({"method": "tape", "tape": {"rope": {}}}, ValueError, "tape.rope is {}; the options rope and factor"),
+        ({"method": "tape", "tape": {"rope": {}}}, ValueError, "tape.rope={}: the options rope and factor"),
         ({"method": "tape", "tape": {"position_size": -1}}, ValueError, "position_size=-1"),
     ],
 )
@@ -194,14 +194,14 @@ def test_refused_before_any_work(make_finetune, changes, error, message):
 def test_adapters_and_foreign_folders_are_refused(make_finetune, tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="which holds an adapter"):
+    with pytest.raises(ValueError, match="holds an adapter"):
         check_finetune(make_finetune("lora", model=str(tmp_path / "adapter")))
     options = make_finetune("lora", "foreign")
     options.folder.mkdir()
     (options.folder / "notes.txt").write_text("")
     with pytest.raises(FileExistsError, match="holds other files; choose another folder"):
         check_finetune(options, resume=True)
-    with pytest.raises(FileExistsError, match="which is a file"):
+    with pytest.raises(FileExistsError, match="a file; it must"):
         check_finetune(replace(options, output_dir=str(options.folder / "notes.txt")))
 
 
@@ -209,7 +209,7 @@ def test_too_little_text(make_finetune, tmp_path):
     (tmp_path / "short.txt").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"too little text: no block of 64 tokens .* behind eval_blocks=4"):
         finetune(make_finetune("lora", data=str(tmp_path / "short.txt")))
-    with pytest.raises(ValueError, match=r"eval_data is .*fewer than length=64 tokens"):
+    with pytest.raises(ValueError, match=r"eval_data=.*fewer than length=64 tokens"):
         finetune(make_finetune("lora", eval_data=str(tmp_path / "short.txt")))
 
 

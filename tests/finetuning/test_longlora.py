@@ -57,7 +57,7 @@ def test_one_group_is_full_attention():
 
 def test_length_that_groups_do_not_divide():
     states = torch.randn(1, 2, 10, 4)
-    with pytest.raises(ValueError, match="groups is 4; it must divide the sequence length, 10"):
+    with pytest.raises(ValueError, match="groups=4: it must divide the sequence length, 10"):
         shifted_sparse_attention(states, states, states)
 
 

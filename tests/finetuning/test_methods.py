@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.convert.pretrained import small_model
 from transformers import AutoConfig
 
 from tape_pe.convert import trainable_parameters
-from tape_pe.finetune import _begin
+from tape_pe.finetune import prepare_folder
 from tape_pe.finetune_options import METHODS
 from tape_pe.methods import build_model, config_changes, save_model
 from tape_pe.pretrained import load_causal_lm, load_tokenizer
@@ -60,7 +61,7 @@ def test_trained_weights_and_a_reload(make_finetune, tied_folder, method, tied):
     assert set(groups) == {"embed", "norm", *GROUPS[method]}
 
     expected = model.eval()(TOKENS).logits
-    _begin(options, changes)
+    prepare_folder(options, changes)
     save_model(model, options, options.folder)
     load_tokenizer(options.model).save_pretrained(options.folder)
     loaded, _ = load_causal_lm(options.folder)
@@ -108,6 +109,14 @@ def test_models_with_a_rule_keep_it_or_are_refused(make_finetune, base_folder):
     with pytest.raises(ValueError, match=r"the model has the rule 'linear' already; --rope none keeps"):
         config_changes(make_finetune("lora"), config)
     assert config_changes(make_finetune("lora", rope="none"), config) == {"max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("method", ["lora", "tape_lora"])
+def test_lora_reaches_projections_of_other_names(make_finetune, tmp_path, method):
+    small_model("phi3").save_pretrained(tmp_path / "phi3")
+    model = build_model(make_finetune(method, model=str(tmp_path / "phi3")), {})
+    changed = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_" in name}
+    assert changed == {"o_proj", "qkv_proj"}
 
 
 def test_weights_of_the_base_are_left_alone(make_finetune, base_folder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tape_pe.pretrained import FINETUNE_FILE, load_base, load_causal_lm
+from tape_pe.pretrained import FINETUNE_FILE, load_base, load_causal_lm, short_name
 
 
 def test_plain_folder(base_folder):
@@ -52,6 +52,13 @@ def test_unusable_folders_are_refused(tmp_path, files, error, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(error, match=message):
         load_causal_lm(tmp_path)
+
+
+def test_names_in_results(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert short_name("~/mine") == short_name(tmp_path / "mine") == "mine"
+    assert short_name("owner/model") == "owner/model"
 
 
 def test_missing_folders_are_refused(tmp_path):

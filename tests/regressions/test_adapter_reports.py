@@ -3,8 +3,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.convert.adapters import assert_unchanged, change_weights, snapshot
 from tests.convert.pretrained import small_model, small_tape_model, tokens
-from tests.convert.test_adapter import assert_unchanged, change_weights, snapshot
 
 import tape_pe
 from tape_pe.convert.adapter import WEIGHTS_FILE

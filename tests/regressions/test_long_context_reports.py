@@ -26,7 +26,7 @@ def test_transformers_30975_18887_strided_perplexity(make_model, make_tokens, ba
 def test_lm_evaluation_harness_2963_prompt_too_short(passkey_tokenizer, length):
     """A length that the fixed words alone exceed was looked for for ever."""
     prompts = PasskeyPrompts(passkey_tokenizer, PasskeyTexts())
-    with pytest.raises(ValueError, match=rf"length is {length}; a prompt .* takes \d+ tokens without any filler"):
+    with pytest.raises(ValueError, match=rf"length={length}: a prompt .* takes \d+ tokens without any filler"):
         prompts.make(length, depth=0.5, key=123)
 
 

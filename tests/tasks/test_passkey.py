@@ -89,7 +89,7 @@ def test_key_never_occurs_in_the_filler(passkey_tokenizer):
     keys = [prompts.key_of(seed) for seed in range(200)]
     assert not any(texts.mention(key) for key in keys)
     assert texts.mention(3)
-    with pytest.raises(ValueError, match="key is 3; it must be a number that the words around it do not hold"):
+    with pytest.raises(ValueError, match="key=3: it must be a number that the words around it do not hold"):
         prompts.make(500, 0.5, 3)
     assert PasskeyTexts(filler="4 and 1").mention(14), "where two fillers meet"
     every = PasskeyPrompts(passkey_tokenizer, PasskeyTexts(filler=" ".join(map(str, range(LARGEST_KEY + 1)))))
@@ -151,10 +151,10 @@ def test_own_decoder_answers(make_model):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ({"key_sentence": "no key"}, r"texts.key_sentence is 'no key'; it must hold \{key\}"),
-        ({"answer": ""}, r"texts.answer is ''; it must hold \{key\}"),
-        ({"filler": "a {key}"}, r"texts.filler is 'a \{key\}'; it must not hold \{key\}"),
-        ({"filler": " "}, "texts.filler is ' '; it must hold words"),
+        ({"key_sentence": "no key"}, r"texts.key_sentence='no key': it must hold \{key\}"),
+        ({"answer": ""}, r"texts.answer='': it must hold \{key\}"),
+        ({"filler": "a {key}"}, r"texts.filler='a \{key\}': it must not hold \{key\}"),
+        ({"filler": " "}, "texts.filler=' ': it must hold words"),
     ],
 )
 def test_words_that_cannot_work(texts, message):
@@ -165,11 +165,11 @@ def test_words_that_cannot_work(texts, message):
 def test_words_that_the_tokenizer_cannot_take(passkey_tokenizer):
     with pytest.raises(ValueError, match=r"texts: the tokenizer does not know ' The grass is"):
         PasskeyPrompts(character_tokenizer("0123456789"))
-    with pytest.raises(ValueError, match=r"texts.question is .*; the tokenizer joins its end with the answer"):
+    with pytest.raises(ValueError, match=r"texts.question=.*: the tokenizer joins its end with the answer"):
         PasskeyPrompts(passkey_tokenizer, PasskeyTexts(question=" the pas", answer="s {key}"))
 
 
 @pytest.mark.parametrize("depth", [-0.1, 1.1, float("nan")])
 def test_depth_out_of_range(prompts, depth):
-    with pytest.raises(ValueError, match=r"depth is .*; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"depth=.*: it must be from 0 to 1"):
         prompts.make(1000, depth, 7)

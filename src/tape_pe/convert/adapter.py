@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +24,11 @@ from transformers import PreTrainedModel
 
 from tape_pe.convert.classes import is_converted
 from tape_pe.convert.config import TapeConfig
-from tape_pe.convert.engine import _rebuild_rotary, convert, tape_config, unconvert
+from tape_pe.convert.engine import convert, restored_on_error, tape_config
 from tape_pe.convert.fingerprint import check_sizes, check_values, fingerprint, tape_names
-from tape_pe.files import staging_folder, write_json
+from tape_pe.convert.rules import rebuild_rotary
+from tape_pe.files import read_json, staging_folder, write_json
+from tape_pe.results import library_versions
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -55,8 +56,6 @@ def save_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Path
         ValueError: it is not converted, holds layers of PEFT, or a weight to be saved is NaN, infinite or not loaded;
             nothing was written then.
     """
-    from tape_pe.results import library_versions
-
     _check_model(model, "model")
     config = tape_config(model)
     own = tape_names(model)
@@ -120,7 +119,7 @@ def load_adapter(base_model: Model, folder: str | os.PathLike[str], *, check: bo
     check_sizes(base_model, values["base"])
     if check:
         check_values(base_model, values["base"])
-    with _restored_on_error(base_model):
+    with restored_on_error(base_model):
         if is_converted(base_model):
             _check_options(base_model, config, values)
         else:
@@ -173,13 +172,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no adapter")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also of text that is not UTF-8
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        found = values.get("format") if isinstance(values, dict) else None
-        raise ValueError(f"{path}: format={found!r}; this version of tape-pe reads format {FORMAT}")
+    values = read_json(path)
+    if values.get("format") != FORMAT:
+        raise ValueError(f"{path}: format={values.get('format')!r}; this version of tape-pe reads format {FORMAT}")
     if missing := [key for key in _KEYS if key not in values]:
         raise ValueError(f"{path}: no {', '.join(missing)}")
     return values
@@ -223,7 +218,7 @@ def _set_rope(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
     model_config: Any = model.config
     if _rope(vars(model_config)) != _rope(values):
         model_config.rope_parameters, model_config.max_position_embeddings = _rope(values)
-        _rebuild_rotary(model.base_model)
+        rebuild_rotary(model.base_model)
 
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], trained: list[str], source: Path) -> None:
@@ -254,18 +249,3 @@ def _put(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if name in new:
             parameter.data = new[name]
         parameter.requires_grad_(name in new)
-
-
-@contextmanager
-def _restored_on_error(model: PreTrainedModel) -> Iterator[None]:
-    model_config: Any = model.config
-    decoder: Any = model.base_model
-    was_converted = is_converted(model)
-    kept = model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb
-    try:
-        yield
-    except BaseException:
-        if is_converted(model) and not was_converted:
-            unconvert(model)
-        model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb = kept
-        raise

@@ -58,6 +58,12 @@ def is_converted(model: nn.Module) -> bool:
     return any(isinstance(module, TapeDecoderLayer) for module in model.modules())
 
 
+def check_converted(model: nn.Module) -> None:
+    """Raises ValueError unless TAPE is in a model."""
+    if not is_converted(model):
+        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert")
+
+
 def install(model: PreTrainedModel, structure: Structure, config: TapeConfig) -> None:
     """Puts TAPE into a model: its layers, its classes and its config."""
     install_layers(structure, config)

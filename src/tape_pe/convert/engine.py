@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tape_pe.convert.classes import install, is_converted, uninstall
+from tape_pe.convert.classes import check_converted, install, is_converted, uninstall
 from tape_pe.convert.config import TapeConfig
-from tape_pe.convert.rules import new_rope_parameters
+from tape_pe.convert.rules import new_rope_parameters, rebuild_rotary
 from tape_pe.convert.structure import Structure, UnsupportedModelError, find_structure
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -26,9 +26,10 @@ def tape_config(model: nn.Module) -> TapeConfig:
     Raises:
         ValueError: it was not converted.
     """
+    check_converted(model)
     values = getattr(getattr(model, "config", None), "tape", None)
-    if not is_converted(model) or values is None:
-        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert")
+    if values is None:
+        raise ValueError(f"model={type(model).__name__}: a wrapper without the config of the converted model in it")
     return TapeConfig.from_dict(values)
 
 
@@ -61,7 +62,7 @@ def convert(model: Model, config: TapeConfig | None = None, *, check: bool = Tru
     if is_converted(model):
         raise ValueError(f"model={type(model).__name__}: converted already; tape_pe.unconvert it first")
     structure = find_structure(model)
-    with _restored_on_error(model, structure):
+    with restored_on_error(model):
         if config.rope is not None:
             _set_rope(structure, config.rope)
         before = _logits(model) if check else None
@@ -86,35 +87,32 @@ def unconvert(model: Model) -> Model:
     Raises:
         ValueError: it was not converted.
     """
-    if not is_converted(model):
-        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert")
+    check_converted(model)
     uninstall(model)
     return model
+
+
+@contextmanager
+def restored_on_error(model: PreTrainedModel) -> Iterator[None]:
+    """Undoes what an exception leaves half done: a conversion, and changes of the frequency rule and the length."""
+    model_config: Any = model.config
+    decoder: Any = model.base_model
+    was_converted = is_converted(model)
+    kept = model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb
+    try:
+        yield
+    except BaseException:
+        if is_converted(model) and not was_converted:
+            uninstall(model)
+        model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb = kept
+        raise
 
 
 def _set_rope(structure: Structure, rule: Any) -> None:
     decoder: Any = structure.decoder
     form = next(plan.form for plan in structure.layers if plan.form is not None)
     decoder.config.rope_parameters = new_rope_parameters(rule, form.rotary_dim, decoder.config)
-    _rebuild_rotary(decoder)
-
-
-def _rebuild_rotary(decoder: Any) -> None:
-    device = next(decoder.rotary_emb.buffers()).device
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
-
-
-@contextmanager
-def _restored_on_error(model: PreTrainedModel, structure: Structure) -> Iterator[None]:
-    decoder: Any = structure.decoder
-    rope_parameters, rotary = decoder.config.rope_parameters, decoder.rotary_emb
-    try:
-        yield
-    except BaseException:
-        if is_converted(model):
-            uninstall(model)
-        decoder.config.rope_parameters, decoder.rotary_emb = rope_parameters, rotary
-        raise
+    rebuild_rotary(decoder)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tape_pe.convert.classes import is_converted
+from tape_pe.convert.classes import check_converted
 from tape_pe.convert.layers import PositionUpdate
 
 # Names that `also_train` knows, in the order of the table.
@@ -90,8 +90,7 @@ def freeze_base(model: nn.Module, also_train: Collection[str] = ()) -> Trainable
     for name in also_train:
         if name not in BASE_GROUPS:
             raise ValueError(f"also_train has {name!r}: known groups are {', '.join(BASE_GROUPS)}")
-    if not is_converted(model):
-        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert; there would be no weights")
+    check_converted(model)
     trained = {"tape", *also_train}
     for group, parameter in grouped_parameters(model):
         parameter.requires_grad_(group in trained)
@@ -118,7 +117,8 @@ def trainable_parameters(model: nn.Module) -> TrainableParameters:
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, with the name of its group, see `TrainableGroup`."""
-    embeddings = {id(p) for module in _embeddings(model) for p in module.parameters()}
+    tables = _embeddings(model)[:1] if has_tied_embeddings(model) else _embeddings(model)
+    embeddings = {id(p) for module in tables for p in module.parameters()}
     tape = {id(p) for module in model.modules() if isinstance(module, PositionUpdate) for p in module.parameters()}
     norms = {id(p) for module in model.modules() if "Norm" in type(module).__name__ for p in module.parameters()}
     for name, parameter in model.named_parameters():
@@ -132,18 +132,20 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield "norm" if id(parameter) in norms else "other", parameter
 
 
+def has_tied_embeddings(model: nn.Module) -> bool:
+    """Whether the output head's weight is that of the input embeddings."""
+    weights = [getattr(module, "weight", None) for module in _embeddings(model)]
+    return len(weights) == 2 and weights[0] is weights[1]
+
+
 def _embeddings(model: Any) -> list[nn.Module]:
-    """Input embeddings, and the output head where its weight is its own."""
+    """Input embeddings and output head, as far as a model has them."""
     found: list[nn.Module] = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             module = getattr(model, getter)()
         except (AttributeError, NotImplementedError):  # a model without any
             continue
-        if isinstance(module, nn.Module) and not (found and _weight(module) is _weight(found[0])):
+        if isinstance(module, nn.Module):
             found.append(module)
     return found
-
-
-def _weight(module: Any) -> Any:
-    return getattr(module, "weight", module)

@@ -25,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tape_pe.convert.classes import is_converted
+from tape_pe.convert.classes import check_converted
 from tape_pe.convert.fingerprint import tape_names
 from tape_pe.convert.layers import TapeDecoderLayer
 
@@ -33,19 +33,21 @@ MODULE = "tape"  # the attribute of `TapeDecoderLayer` that holds its weights
 
 
 def attention_projections(model: nn.Module) -> list[str]:
-    """Names of the linear layers in the attention of a converted model, such as `q_proj`, `k_proj`, `v_proj`, `o_proj`.
+    """Names of the linear layers in a decoder's attention, such as `q_proj`, `k_proj`, `v_proj`, `o_proj`.
 
     Found in the model, because PEFT's own table does not know types such as `tape_llama`.
+
+    Args:
+        model: a model, converted or not.
+
+    Raises:
+        ValueError: no layer has a `self_attn` with linear layers.
     """
-    attentions: list[Any] = [layer.self_attn for layer in model.modules() if isinstance(layer, TapeDecoderLayer)]
-    return sorted(
-        {
-            name
-            for attention in attentions
-            for name, module in attention.named_children()
-            if isinstance(module, nn.Linear)
-        }
-    )
+    attentions = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "self_attn"]
+    found = {name for attention in attentions for name, m in attention.named_children() if isinstance(m, nn.Linear)}
+    if not found:
+        raise ValueError(f"model={type(model).__name__}: no layer has a self_attn with linear layers for LoRA")
+    return sorted(found)
 
 
 def lora_config(model: nn.Module, **options: Any) -> Any:
@@ -61,8 +63,7 @@ def lora_config(model: nn.Module, **options: Any) -> Any:
         ValueError: `model` is not converted, or has no TAPE weights (both updates are off).
     """
     peft = _peft()
-    if not is_converted(model):
-        raise ValueError(f"model={type(model).__name__}: not converted by tape_pe.convert")
+    check_converted(model)
     if not any(isinstance(layer, TapeDecoderLayer) and layer.tape is not None for layer in model.modules()):
         raise ValueError(f"model={type(model).__name__}: no layer has weights of TAPE; PEFT's own LoraConfig will do")
     modules = [*(options.pop("modules_to_save", None) or ()), MODULE]

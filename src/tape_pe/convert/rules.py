@@ -37,15 +37,29 @@ def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -
     for key in rule:
         if key not in allowed:
             raise ValueError(f"rope.{key}={rule[key]!r}: {rope_type} has {', '.join(sorted(allowed))}")
-    parameters = dict(config.rope_parameters)
-    own: dict[str, Any] = parameters.get("full_attention") or parameters
+    own = rope_of_full_attention(config.rope_parameters)
     if own.get("rope_type", "default") != "default":
         raise ValueError(f"rope={dict(rule)!r}: the model has the rule {own['rope_type']!r} already")
-    own = dict(own)
+    changes = dict(rule)
     if rope_type == "ntk":
-        own["rope_theta"] = own["rope_theta"] * factor ** (rotary_dim / (rotary_dim - 2))
-    else:
-        own.update(rule)
-        if rope_type == "yarn":
-            own.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+        changes = {"rope_theta": own["rope_theta"] * factor ** (rotary_dim / (rotary_dim - 2))}
+    elif rope_type == "yarn" and "original_max_position_embeddings" not in own:
+        changes.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    return changed_rope_parameters(config.rope_parameters, changes)
+
+
+def rope_of_full_attention(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model's `rope_parameters`, those of its full attention: all of them, unless there are several tables."""
+    return dict(parameters.get("full_attention", parameters))
+
+
+def changed_rope_parameters(parameters: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's `rope_parameters`, those of its full attention changed."""
+    own = {**rope_of_full_attention(parameters), **changes}
     return {**parameters, "full_attention": own} if "full_attention" in parameters else own
+
+
+def rebuild_rotary(decoder: Any) -> None:
+    """Makes a decoder's rotary table anew, from what its config says now."""
+    device = next(decoder.rotary_emb.buffers()).device
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)

@@ -53,9 +53,9 @@ class PasskeyTexts:
             with_key = name in ("key_sentence", "answer")
             if with_key is not ("{key}" in (text := getattr(self, name))):
                 rule = "must hold {key}" if with_key else "must not hold {key}"
-                raise ValueError(f"texts.{name} is {text!r}; it {rule}")
+                raise ValueError(f"texts.{name}={text!r}: it {rule}")
         if not self.filler.strip():
-            raise ValueError(f"texts.filler is {self.filler!r}; it must hold words")
+            raise ValueError(f"texts.filler={self.filler!r}: it must hold words")
 
     def mention(self, number: int) -> bool:
         """Whether the digits of `number` occur in the words around the key, also where two fillers meet."""
@@ -111,7 +111,7 @@ class PasskeyPrompts:
         self._question = self._ids(self.texts.question)
         self._answer(LARGEST_KEY)
         if not self._sentences:
-            raise ValueError(f"texts.filler is {self.texts.filler!r}; the tokenizer makes no tokens of it")
+            raise ValueError(f"texts.filler={self.texts.filler!r}: the tokenizer makes no tokens of it")
 
     def _ids(self, text: str) -> list[int]:
         try:
@@ -132,7 +132,7 @@ class PasskeyPrompts:
     def check_length(self, length: int, key: int = LARGEST_KEY) -> None:
         """Raises ValueError if no prompt of `length` tokens can hold the key."""
         if length < (least := self.shortest(key)):
-            raise ValueError(f"length is {length}; a prompt with key {key} takes {least} tokens without any filler")
+            raise ValueError(f"length={length}: a prompt with key {key} takes {least} tokens without any filler")
 
     def make(self, length: int, depth: float, key: int) -> Prompt:
         """A prompt of exactly `length` tokens.
@@ -147,9 +147,9 @@ class PasskeyPrompts:
             ValueError: the prompt cannot fit, or an argument is out of range.
         """
         if not 0 <= depth <= 1:
-            raise ValueError(f"depth is {depth}; it must be from 0 to 1")
+            raise ValueError(f"depth={depth}: it must be from 0 to 1")
         if key < 0 or self.texts.mention(key):
-            raise ValueError(f"key is {key}; it must be a number that the words around it do not hold")
+            raise ValueError(f"key={key}: it must be a number that the words around it do not hold")
         self.check_length(length, key)
         room = length - self.shortest(key)
         filler, ends = self._filler(room)
@@ -183,7 +183,7 @@ class PasskeyPrompts:
         whole = self._ids(self.texts.question + self.texts.answer.replace("{key}", str(key)))
         if whole[: len(self._question)] != self._question:
             raise ValueError(
-                f"texts.question is {self.texts.question!r}; the tokenizer joins its end with the answer, "
+                f"texts.question={self.texts.question!r}: the tokenizer joins its end with the answer, "
                 f"{self.texts.answer!r}: move blanks from the one to the other"
             )
         return whole[len(self._question) :]
