@@ -77,6 +77,20 @@ def test_only_what_is_not_frozen_moves(tmp_path):
     assert moved == {name for name in before if ".tape." in name}
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_autocast_trains_with_every_attention(kind):
+    found = {}
+    for attention in ("eager", "sdpa"):
+        model = small_tape_model(kind, attention=attention).train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(tokens(2, 20), labels=tokens(2, 20)).loss
+        loss.backward()
+        found[attention] = loss, model.model.layers[0].tape.mix.grad
+    torch.testing.assert_close(found["sdpa"][0], found["eager"][0], rtol=2e-2, atol=0.0)
+    difference = (found["sdpa"][1] - found["eager"][1]).norm() / found["eager"][1].norm()
+    assert difference < 0.1
+
+
 @torch.no_grad()
 def test_offloaded_layers(tmp_path):
     model, ids = small_tape_model("llama"), tokens(2, 12)

@@ -88,11 +88,12 @@ def test_a_resumed_run_has_the_same_weights(make_finetune, monkeypatch, method):
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
-def test_checkpointing_and_bf16(make_finetune):
-    one = finetune(make_finetune("lora", "one"))
-    other = finetune(make_finetune("lora", "other", activation_checkpointing=True))
+@pytest.mark.parametrize("method", ["lora", "tape"])
+def test_checkpointing_and_bf16(make_finetune, method):
+    one = finetune(make_finetune(method, "one"))
+    other = finetune(make_finetune(method, "other", activation_checkpointing=True))
     assert other["loss_curve"] == one["loss_curve"]
-    rounded = finetune(make_finetune("lora", "rounded", bf16=True))
+    rounded = finetune(make_finetune(method, "rounded", bf16=True))
     assert rounded["loss_curve"] != one["loss_curve"]
     assert rounded["metrics"]["held_out_loss"] == pytest.approx(one["metrics"]["held_out_loss"], rel=1e-2)
 
