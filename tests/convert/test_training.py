@@ -78,17 +78,16 @@ def test_only_what_is_not_frozen_moves(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_autocast_trains_with_every_attention(kind):
-    found = {}
-    for attention in ("eager", "sdpa"):
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_autocast_changes_gradients_by_rounding_only(kind, attention):
+    found = []
+    for enabled in (False, True):
         model = small_tape_model(kind, attention=attention).train()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             loss = model(tokens(2, 20), labels=tokens(2, 20)).loss
         loss.backward()
-        found[attention] = loss, model.model.layers[0].tape.mix.grad
-    torch.testing.assert_close(found["sdpa"][0], found["eager"][0], rtol=2e-2, atol=0.0)
-    difference = (found["sdpa"][1] - found["eager"][1]).norm() / found["eager"][1].norm()
-    assert difference < 0.1
+        found.append(torch.cat([p.grad.flatten() for name, p in model.named_parameters() if ".tape." in name]))
+    assert (found[1] - found[0]).norm() < 0.1 * found[0].norm()
 
 
 @torch.no_grad()
