@@ -55,7 +55,7 @@ def test_finished_lengths_are_skipped(model, tmp_path, scored):
     assert [second[2], second[0]] == first
 
 
-@pytest.mark.parametrize("change", ["text", "weights", "stride", "dtype", "name"])
+@pytest.mark.parametrize("change", ["text", "weights", "rope", "stride", "dtype", "name"])
 def test_anything_that_changes_a_score_is_measured_again(model, tmp_path, scored, change):
     how = {"name": "m", "stride": 4, "output": tmp_path / "lines.jsonl", "lengths": [8]}
     ids = ids_of()
@@ -65,6 +65,8 @@ def test_anything_that_changes_a_score_is_measured_again(model, tmp_path, scored
     elif change == "weights":
         with torch.no_grad():
             model.model.norm.weight[0] += 1e-3
+    elif change == "rope":
+        model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     elif change == "dtype":
         model.double()
     else:

@@ -67,6 +67,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     train_blocks, eval_blocks = _read_blocks(options, tokenizer, arguments.world_size)
     set_seed(options.seed)
     model = build_model(options, changes)
+    _check_vocabulary(options, model, train_blocks.blocks, eval_blocks)
     trainer = FinetuneTrainer(
         model=model,
         args=arguments,
@@ -259,6 +260,17 @@ def _read_blocks(
             + (f" behind eval_blocks={options.eval_blocks} to measure on" if own_part else "")
         )
     return BlockDataset(trained_on, size, options.seed), held_out
+
+
+def _check_vocabulary(options: FinetuneOptions, model: Any, *blocks: Tensor) -> None:
+    """Raises ValueError where the tokenizer made tokens that the model has no embedding for."""
+    known = model.get_input_embeddings().num_embeddings
+    largest = max(int(block.max()) for block in blocks if len(block))
+    if largest >= known:
+        raise ValueError(
+            f"model is {options.model!r}, whose tokenizer made the token {largest} of the data; the model knows "
+            f"0..{known - 1}"
+        )
 
 
 def _stack(blocks: Iterator[list[int]], count: int, length: int) -> Tensor:

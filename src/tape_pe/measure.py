@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -183,9 +184,17 @@ def warn_beyond_trained(model: Any, length: int) -> None:
         warnings.warn(f"{length} tokens are more than max_position_embeddings={longest} of the model", stacklevel=3)
 
 
+# Fields of a config that change no score: where the model is from, how it is stored and run.
+_NO_SCORE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
 def weights_fingerprint(model: Any) -> str:
-    """A digest of a model's weights, from at most 4096 evenly chosen numbers of each; other weights, other digest."""
-    digest = hashlib.sha256()
+    """A digest of a model's config and weights, from at most 8191 evenly chosen numbers of each tensor.
+
+    The config belongs to it because the same weights with another frequency rule, say, are another model.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NO_SCORE}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         step = max(1, tensor.numel() // 4096)
         chosen = tensor.detach().flatten()[::step].double().cpu()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from tape_pe.convert import TapeConfig, convert, freeze_base, save_adapter
 from tape_pe.convert.freeze import grouped_parameters, has_tied_embeddings
 from tape_pe.convert.peft import attention_projections, lora_config
@@ -59,7 +61,8 @@ def build_model(options: FinetuneOptions, changes: dict[str, Any]) -> Any:
     if options.method in PEFT_METHODS:
         return _with_lora(model, options)
     if options.method == "tape":
-        freeze_base(model, also_train=options.also_train)
+        if not freeze_base(model, also_train=options.also_train).trained:
+            raise ValueError(f"tape is {dict(options.tape)} and also_train is empty; there is nothing to train")
         return model
     return model.requires_grad_(True)
 
@@ -69,8 +72,25 @@ def save_model(model: Any, options: FinetuneOptions, folder: Path) -> None:
     model.config.use_cache = True
     if options.method == "tape":
         save_adapter(model, folder)
+    elif options.method == "full":
+        _save_whole(model, folder)
     else:
         model.save_pretrained(folder)
+
+
+def _save_whole(model: Any, folder: Path) -> None:
+    """`save_pretrained`, also of a model whose generation defaults transformers reads, but refuses to write.
+
+    Many published models have such, a temperature without `do_sample` for instance. They are kept as they are.
+    """
+    generation = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = generation
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json")
 
 
 def _modules_of(model: Any, groups: tuple[str, ...]) -> list[str]:

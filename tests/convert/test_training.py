@@ -77,6 +77,19 @@ def test_only_what_is_not_frozen_moves(tmp_path):
     assert moved == {name for name in before if ".tape." in name}
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_autocast_changes_gradients_by_rounding_only(kind, attention):
+    found = []
+    for enabled in (False, True):
+        model = small_tape_model(kind, attention=attention).train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = model(tokens(2, 20), labels=tokens(2, 20)).loss
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for name, p in model.named_parameters() if ".tape." in name]))
+    assert (found[1] - found[0]).norm() < 0.1 * found[0].norm()
+
+
 @torch.no_grad()
 def test_offloaded_layers(tmp_path):
     model, ids = small_tape_model("llama"), tokens(2, 12)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from tape_pe.finetune import BlockDataset, FinetuneTrainer, finetune, held_out_loss
 from tape_pe.finetune_options import METHODS, FinetuneOptions, check_finetune
-from tape_pe.pretrained import FINETUNE_FILE, load_causal_lm
+from tape_pe.pretrained import FINETUNE_FILE, load_causal_lm, load_tokenizer
 from tape_pe.results import read_results
 from tape_pe.text import read_texts, token_blocks
 from tape_pe.train import TrainingInterruptedError
@@ -88,11 +89,12 @@ def test_a_resumed_run_has_the_same_weights(make_finetune, monkeypatch, method):
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
-def test_checkpointing_and_bf16(make_finetune):
-    one = finetune(make_finetune("lora", "one"))
-    other = finetune(make_finetune("lora", "other", activation_checkpointing=True))
+@pytest.mark.parametrize("method", ["lora", "tape"])
+def test_checkpointing_and_bf16(make_finetune, method):
+    one = finetune(make_finetune(method, "one"))
+    other = finetune(make_finetune(method, "other", activation_checkpointing=True))
     assert other["loss_curve"] == one["loss_curve"]
-    rounded = finetune(make_finetune("lora", "rounded", bf16=True))
+    rounded = finetune(make_finetune(method, "rounded", bf16=True))
     assert rounded["loss_curve"] != one["loss_curve"]
     assert rounded["metrics"]["held_out_loss"] == pytest.approx(one["metrics"]["held_out_loss"], rel=1e-2)
 
@@ -189,6 +191,30 @@ def test_refused_before_any_work(make_finetune, changes, error, message):
     with pytest.raises(error, match=message):
         check_finetune(options)
     assert not options.folder.exists()
+
+
+def test_generation_defaults_that_transformers_does_not_write_are_kept(make_finetune, base_folder, tmp_path):
+    base = shutil.copytree(base_folder, tmp_path / "base")
+    (base / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": false}')
+    options = make_finetune("full", model=str(base))
+    finetune(options)
+    model, _ = load_causal_lm(options.folder)
+    assert (model.generation_config.temperature, model.generation_config.do_sample) == (0.5, False)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(make_finetune, base_folder, tmp_path):
+    base = shutil.copytree(base_folder, tmp_path / "base")
+    tokenizer = load_tokenizer(str(base))
+    tokenizer.add_tokens(["def f"])
+    tokenizer.save_pretrained(base)
+    with pytest.raises(ValueError, match=r"tokenizer made the token 300 of the data; the model knows 0..299"):
+        finetune(make_finetune("tape", model=str(base)))
+
+
+def test_nothing_to_train_is_refused(make_finetune):
+    nothing = {"update_attention": False, "update_mlp": False}
+    with pytest.raises(ValueError, match="there is nothing to train"):
+        finetune(make_finetune("tape", tape=nothing, also_train=()))
 
 
 def test_adapters_and_foreign_folders_are_refused(make_finetune, tmp_path):

@@ -93,6 +93,8 @@ def _attend(
     if implementation == "sdpa" and mask is None and _is_plain(module, query, kwargs):
         # Without a mask, of several new tokens the first keys are theirs (transformers' convention for static caches).
         length = query.shape[2] if query.shape[2] > 1 else key.shape[2]
+        # Under autocast, rotated queries and keys are wider than values; sdpa would round them in the same way.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         result = positional_attention(
             query, key[:, :, :length], value[:, :, :length], state[:, :, :length], scale=kwargs.get("scaling")
         )
