@@ -210,7 +210,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
             gradient_accumulation_steps=options.accumulation,
             learning_rate=options.learning_rate,
             lr_scheduler_type="constant_with_warmup",
-            warmup_steps=options.warmup_steps,
+            warmup_steps=options.max_steps // 20 if options.warmup_steps is None else options.warmup_steps,
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm,
             bf16=options.bf16,

@@ -57,7 +57,7 @@ class FinetuneOptions:
         batch_size: samples that a device reads at once.
         accumulation: batches of a device that make a step.
         learning_rate: constant after the warm-up.
-        warmup_steps: steps in which the learning rate rises to that.
+        warmup_steps: steps in which the learning rate rises to that; default: a twentieth of `max_steps`.
         weight_decay: of AdamW.
         max_grad_norm: largest norm of the gradient; 0 does not limit it.
         bf16: whether to compute in bfloat16; weights stay in float32.
@@ -93,7 +93,7 @@ class FinetuneOptions:
     batch_size: int = 8
     accumulation: int = 8
     learning_rate: float = 2e-5
-    warmup_steps: int = 50
+    warmup_steps: int | None = None
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     bf16: bool = False

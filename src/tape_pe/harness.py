@@ -65,6 +65,8 @@ def main(words: Sequence[str]) -> None:
     runs = not words or words[0] == "run" or words[0].startswith("--")
     if runs and "--help" not in words and not any(word.partition("=")[0] in ("--model", "-M") for word in words):
         words += ["--model", "tape"]
+        if not torch.cuda.is_available() and not any(word.partition("=")[0] == "--device" for word in words):
+            words += ["--device", "cpu"]  # the harness would take cuda:0
     before = sys.argv
     sys.argv = ["lm_eval", *words]
     try:

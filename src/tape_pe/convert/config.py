@@ -39,7 +39,10 @@ class TapeConfig:
     rope: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        TapeOptions.from_dict("tape", self._own_options())
+        try:
+            TapeOptions.from_dict("tape", self._own_options())
+        except ValueError as error:
+            raise ValueError(str(error).replace("encoding_options.", "")) from None
 
     def _own_options(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rope"}

@@ -41,8 +41,8 @@ def convert(model: Model, config: TapeConfig | None = None, *, check: bool = Tru
 
     Args:
         model: a decoder-only language model of transformers with rotary positions.
-        config: options, default `TapeConfig()`. Its `rope` is put in first; what stays the same is then the model with
-            that rule.
+        config: options, default `TapeConfig()`. Its `rope` is put in first, and `max_position_embeddings` multiplied by
+            its factor; what stays the same is then the model with that rule.
         check: run a few tokens before and after, with eager attention, and refuse if logits moved (at all in fp32 and
             fp64, more than rounding below that and with `state_norm`).
 
@@ -112,6 +112,7 @@ def _set_rope(structure: Structure, rule: Any) -> None:
     decoder: Any = structure.decoder
     form = next(plan.form for plan in structure.layers if plan.form is not None)
     decoder.config.rope_parameters = new_rope_parameters(rule, form.rotary_dim, decoder.config)
+    decoder.config.max_position_embeddings = int(decoder.config.max_position_embeddings * rule["factor"])
     rebuild_rotary(decoder)
 
 
