@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 
 from tape_pe.convert.classes import is_converted
 from tape_pe.convert.config import TapeConfig
-from tape_pe.convert.engine import _rebuild_rotary, convert, tape_config, unconvert
+from tape_pe.convert.engine import _rebuild_rotary, convert, own_config, tape_config
 from tape_pe.convert.fingerprint import check_sizes, check_values, fingerprint, tape_names
 from tape_pe.files import staging_folder, write_json
 
@@ -120,7 +119,7 @@ def load_adapter(base_model: Model, folder: str | os.PathLike[str], *, check: bo
     check_sizes(base_model, values["base"])
     if check:
         check_values(base_model, values["base"])
-    with _restored_on_error(base_model):
+    with own_config(base_model):
         if is_converted(base_model):
             _check_options(base_model, config, values)
         else:
@@ -254,18 +253,3 @@ def _put(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if name in new:
             parameter.data = new[name]
         parameter.requires_grad_(name in new)
-
-
-@contextmanager
-def _restored_on_error(model: PreTrainedModel) -> Iterator[None]:
-    model_config: Any = model.config
-    decoder: Any = model.base_model
-    was_converted = is_converted(model)
-    kept = model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb
-    try:
-        yield
-    except BaseException:
-        if is_converted(model) and not was_converted:
-            unconvert(model)
-        model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb = kept
-        raise
