@@ -82,6 +82,7 @@ def test_unsloth_7028_llama3_scaling_of_the_base_is_kept():
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor=nan"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "beta_fast"),
+        ("linear", "rope='linear': a mapping is needed"),
     ],
 )
 def test_rules_that_do_not_exist_are_refused_and_the_model_left_alone(rule, message):
