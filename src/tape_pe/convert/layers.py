@@ -38,9 +38,8 @@ class TapeMixin(nn.Module):
     """What the mixins share: pickling, by the two classes that a class of `tape_class` is made from."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
-        mixin, base = type(self).__bases__
-        return _new_instance, (mixin, base), *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_instance, type(self).__bases__, *reduced[2:]
 
 
 class TapeMLP(TapeMixin):
@@ -164,7 +163,7 @@ def set_config(model: nn.Module, config: Any) -> None:
     """Gives a model another config object, in all of its modules that have the present one."""
     present = model.config
     for module in model.modules():
-        found = module.__dict__.get("config")
+        found: Any = module.__dict__.get("config")
         if found is present:
             module.config = config
         elif getattr(found, "base", None) is present:  # a `private_config`
