@@ -22,7 +22,8 @@ def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -
         config: the model's config, which is only read.
 
     Raises:
-        ValueError: no mapping, an unknown rule, a factor below 1, or a model that has a rule other than the default already.
+        ValueError: no mapping, an unknown rule, a factor below 1, a rule that the model's heads are too small for, or a
+            model that has a rule other than the default already.
     """
     if not isinstance(rule, Mapping):
         raise ValueError(f"rope={rule!r}: a mapping is needed, such as {{'rope_type': 'linear', 'factor': 2.0}}")
