@@ -1,5 +1,7 @@
 """Text from pretrained models: greedy, drawn and by beams, as transformers itself decodes."""
 
+import copy
+
 import pytest
 import torch
 
@@ -40,6 +42,13 @@ def test_nothing_but_the_likeliest_is_drawn_from_a_tiny_nucleus(llama):
 def test_beams_are_shown_at_the_end(llama, capsys):
     text = generate_text(*llama, "The sky", SamplingOptions(max_new_tokens=5, num_beams=3), stream=True)
     assert capsys.readouterr().out == text + "\n"
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(llama):
+    model, tokenizer = copy.deepcopy(llama)
+    tokenizer.add_tokens(["grassland"])
+    with pytest.raises(ValueError, match=f"it has the token {len(tokenizer) - 1}; the model knows 0.."):
+        generate_text(model, tokenizer, "grassland")
 
 
 def test_chat_template(llama):

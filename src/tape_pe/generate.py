@@ -75,6 +75,9 @@ def generate_text(
     input_ids = inputs["input_ids"].to(model.device)
     if input_ids.shape[1] == 0:
         raise ValueError(f"prompt={prompt!r}: it must hold at least one token")
+    known = model.get_input_embeddings().num_embeddings
+    if (largest := int(input_ids.max())) >= known:
+        raise ValueError(f"prompt={prompt!r}: it has the token {largest}; the model knows 0..{known - 1}")
     one_by_one = stream and options.num_beams == 1
     drawing: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if options.temperature > 0:

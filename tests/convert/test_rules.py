@@ -83,6 +83,7 @@ def test_unsloth_7028_llama3_scaling_of_the_base_is_kept():
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor=nan"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "beta_fast"),
+        ("linear", "rope='linear': a mapping is needed"),
     ],
 )
 def test_rules_that_do_not_exist_are_refused_and_the_model_left_alone(rule, message):
@@ -177,3 +178,11 @@ def test_loaded_in_half_precision_position_weights_stay_fp32(tmp_path):
     dtypes = {".tape." in name: p.dtype for name, p in reloaded.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     assert torch.equal(reloaded(ids).logits, model(ids).logits)
+
+
+def test_damaged_weights_are_called_that():
+    model = small_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
+    with pytest.raises(tape_pe.UnsupportedModelError, match="layer 1 computes queries or keys that are not finite"):
+        tape_pe.convert(model)

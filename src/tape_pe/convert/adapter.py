@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from tape_pe.convert.classes import is_converted
 from tape_pe.convert.config import TapeConfig
-from tape_pe.convert.engine import convert, restored_on_error, tape_config
+from tape_pe.convert.engine import convert, own_config, tape_config
 from tape_pe.convert.fingerprint import check_sizes, check_values, fingerprint, tape_names
 from tape_pe.convert.rules import rebuild_rotary
 from tape_pe.files import read_json, staging_folder, write_json
@@ -119,7 +119,7 @@ def load_adapter(base_model: Model, folder: str | os.PathLike[str], *, check: bo
     check_sizes(base_model, values["base"])
     if check:
         check_values(base_model, values["base"])
-    with restored_on_error(base_model):
+    with own_config(base_model):
         if is_converted(base_model):
             _check_options(base_model, config, values)
         else:

@@ -69,15 +69,15 @@ def install(model: PreTrainedModel, structure: Structure, config: TapeConfig) ->
     install_layers(structure, config)
     model_config: Any = model.config
     forms = list(dict.fromkeys(plan.form for plan in structure.layers if plan.form is not None))
-    if not isinstance(model, TapeModelMixin):
-        base: Any = type(model_config)
-        model_config.__class__ = tape_config_class(base)
+    config_class: Any = type(model_config)
+    if not config_class.model_type.startswith(TYPE_PREFIX):
+        model_config.__class__ = tape_config_class(config_class)
     model_config.tape = config.to_dict()
     model_config.tape_forms = [form.to_dict() for form in forms]
     model_config.tape_layers = [None if plan.form is None else forms.index(plan.form) for plan in structure.layers]
     for module in (model, structure.decoder):
         if not isinstance(module, TapeModelMixin):
-            base = type(module)
+            base: Any = type(module)
             set_class(module, tape_model_class(base))
             _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 

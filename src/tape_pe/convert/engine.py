@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tape_pe.convert.classes import check_converted, install, is_converted, uninstall
 from tape_pe.convert.config import TapeConfig
+from tape_pe.convert.layers import set_config
 from tape_pe.convert.rules import new_rope_parameters, rebuild_rotary
 from tape_pe.convert.structure import Structure, UnsupportedModelError, find_structure
 
@@ -62,7 +64,7 @@ def convert(model: Model, config: TapeConfig | None = None, *, check: bool = Tru
     if is_converted(model):
         raise ValueError(f"model={type(model).__name__}: converted already; tape_pe.unconvert it first")
     structure = find_structure(model)
-    with restored_on_error(model):
+    with own_config(model):
         if config.rope is not None:
             _set_rope(structure, config.rope)
         before = _logits(model) if check else None
@@ -85,26 +87,38 @@ def unconvert(model: Model) -> Model:
     A rule that `convert` put in stays.
 
     Raises:
+        TypeError: `model` is not a model of transformers itself, but a wrapper.
         ValueError: it was not converted.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model={type(model).__name__}: a transformers.PreTrainedModel is needed, without wrappers")
     check_converted(model)
-    uninstall(model)
+    with own_config(model):
+        uninstall(model)
     return model
 
 
 @contextmanager
-def restored_on_error(model: PreTrainedModel) -> Iterator[None]:
-    """Undoes what an exception leaves half done: a conversion, and changes of the frequency rule and the length."""
-    model_config: Any = model.config
+def own_config(model: PreTrainedModel) -> Iterator[None]:
+    """For changes of a model's config, which another model may have as well: gives it a copy of its own.
+
+    A decoder without a head keeps its config, because it may be the part of a model that has to know of the changes.
+    After an error the model has its config and rotary table back, and TAPE is in it only if it was before.
+    """
     decoder: Any = model.base_model
-    was_converted = is_converted(model)
-    kept = model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb
+    config: Any = model.config
+    was_converted, rotary = is_converted(model), decoder.rotary_emb
+    kept = config.rope_parameters, config.max_position_embeddings
+    if decoder is not model:
+        set_config(model, copy.copy(config))
     try:
         yield
     except BaseException:
         if is_converted(model) and not was_converted:
             uninstall(model)
-        model_config.rope_parameters, model_config.max_position_embeddings, decoder.rotary_emb = kept
+        decoder.rotary_emb = rotary
+        set_config(model, config)
+        config.rope_parameters, config.max_position_embeddings = kept
         raise
 
 

@@ -23,8 +23,11 @@ from tape_pe.convert.layers import PositionUpdate
 SAMPLES = 16
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "tie_word_embeddings"),
+    *("head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "layer_norm_eps", "hidden_act"),
+    *("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
 )
+"""Fields of a config that change what the same weights compute; a model has some of them."""
 _NAMED = 3  # how many of many differences a message names
 
 

@@ -34,7 +34,15 @@ class PositionUpdate(TapeLayer):
         return contextualize(state, averaged_state, gate, mix=mix, up=up, down=down, norm=self.state_norm)
 
 
-class TapeMLP(nn.Module):
+class TapeMixin(nn.Module):
+    """What the mixins share: pickling, by the two classes that a class of `tape_class` is made from."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_instance, type(self).__bases__, *reduced[2:]
+
+
+class TapeMLP(TapeMixin):
     """Mixin of an MLP that keeps what it read and wrote until its layer takes it."""
 
     seen: tuple[Tensor, Tensor] | None = None
@@ -51,7 +59,7 @@ class TapeMLP(nn.Module):
         return seen
 
 
-class TapeRotaryEmbedding(nn.Module):
+class TapeRotaryEmbedding(TapeMixin):
     """Mixin of a model's table of cosines and sines: always computed in fp32, from fp32 frequencies."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -68,7 +76,7 @@ class TapeRotaryEmbedding(nn.Module):
         return self
 
 
-class TapeDecoderLayer(nn.Module):
+class TapeDecoderLayer(TapeMixin):
     """Mixin of a decoder layer that reads and updates a position state next to its tokens.
 
     Between layers travels one flat tuple `(hidden_states, *deltas)`, one delta `[B, Hkv, N, Dr]` per rotary table of
@@ -133,6 +141,11 @@ def tape_class(mixin: Any, base: Any) -> Any:
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "tape_base": base})
 
 
+def _new_instance(mixin: Any, base: Any) -> Any:
+    cls = tape_class(mixin, base)
+    return cls.__new__(cls)
+
+
 def add_mixin(module: nn.Module, mixin: type) -> None:
     """Makes a module an instance of its class with `mixin` in front."""
     base: Any = type(module)
@@ -144,6 +157,17 @@ def set_class(module: nn.Module, cls: Any) -> None:
     module.__class__ = cls
     if "_old_forward" in module.__dict__:
         module._old_forward = cls.forward.__get__(module)
+
+
+def set_config(model: nn.Module, config: Any) -> None:
+    """Gives a model another config object, in all of its modules that have the present one."""
+    present = model.config
+    for module in model.modules():
+        found: Any = module.__dict__.get("config")
+        if found is present:
+            module.config = config
+        elif getattr(found, "base", None) is present:  # a `private_config`
+            found.base = config
 
 
 def private_config(config: Any) -> Any:

@@ -22,8 +22,11 @@ def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -
         config: the model's config, which is only read.
 
     Raises:
-        ValueError: an unknown rule, a factor below 1, or a model that has a rule other than the default already.
+        ValueError: no mapping, an unknown rule, a factor below 1, a rule that the model's heads are too small for, or a
+            model that has a rule other than the default already.
     """
+    if not isinstance(rule, Mapping):
+        raise ValueError(f"rope={rule!r}: a mapping is needed, such as {{'rope_type': 'linear', 'factor': 2.0}}")
     rope_type = rule.get("rope_type")
     if rope_type not in RULES:
         raise ValueError(f"rope.rope_type={rope_type!r}: allowed values are {', '.join(RULES)}")
@@ -42,6 +45,8 @@ def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -
         raise ValueError(f"rope={dict(rule)!r}: the model has the rule {own['rope_type']!r} already")
     changes = dict(rule)
     if rope_type == "ntk":
+        if rotary_dim == 2:
+            raise ValueError(f"rope={dict(rule)!r}: ntk needs heads with more than one frequency")
         changes = {"rope_theta": own["rope_theta"] * factor ** (rotary_dim / (rotary_dim - 2))}
     elif rope_type == "yarn" and "original_max_position_embeddings" not in own:
         changes.setdefault("original_max_position_embeddings", config.max_position_embeddings)

@@ -211,9 +211,11 @@ def probe_form(decoder: Any, layer: Any, table: str | None) -> RotaryForm | None
     cos, sin = cos.to(device), sin.to(device)
     rotated = _record(attention, hidden_states, (cos, sin))
     plain = _record(attention, hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)))
+    query, key = plain
+    if not (query.isfinite().all() and key.isfinite().all()):
+        raise UnsupportedModelError("computes queries or keys that are not finite: its weights are damaged")
     if all(torch.equal(a, b) for a, b in zip(rotated, plain, strict=True)):
         return None
-    query, key = plain
     width = cos.shape[-1]
     if width % 2 or width > query.shape[-1] or query.shape[1] % key.shape[1]:
         raise UnsupportedModelError(
