@@ -143,6 +143,7 @@ def other_bases():
     yield {"num_attention_heads": 8, "head_dim": 8}, "num_attention_heads=8 instead of 4"
     yield {"vocab_size": 100}, r"vocab_size=100 instead of 99, model.embed_tokens.weight of the shape \[100, 64\]"
     yield {"tie_word_embeddings": True}, "tie_word_embeddings=True instead of False, no parameter lm_head.weight"
+    yield {"rms_norm_eps": 0.5}, "rms_norm_eps=0.5 instead of 1e-06"
     yield {"attention_bias": True}, "a parameter model.layers.0.self_attn.q_proj.bias"
     yield {"seed": 1}, r"other weights in model.embed_tokens.weight, .* and \d+ more: the adapter belongs to a llama"
 

@@ -83,6 +83,7 @@ def test_a_shared_rule_is_materialized_once_where_the_backend_needs_it(monkeypat
     assert torch.equal(prepare_bias(rule, CPU), rule.materialize())
     assert prepare_bias(tensor, CPU) is tensor
     assert prepare_bias(None, CPU) is None
+    monkeypatch.setenv("TAPE_BACKEND", "flex")
     assert prepare_bias(rule, torch.device("cuda")) is rule
 
 
