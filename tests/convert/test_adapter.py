@@ -222,6 +222,9 @@ def test_damaged_files(tmp_path):
     seal(tmp_path)
     with pytest.raises(ValueError, match="is damaged"):
         load_adapter(base, tmp_path)
+    change_config(tmp_path, lambda values: values.update(rope_parameters=None))
+    with pytest.raises(ValueError, match="rope_parameters=None: not what an adapter has there"):
+        load_adapter(base, tmp_path)
     change_config(tmp_path, lambda values: values.pop("tape"))
     with pytest.raises(ValueError, match="no tape"):
         load_adapter(base, tmp_path)

@@ -58,6 +58,12 @@ def test_assisted_generation_gives_greedy_text(model_type):
 
 
 @torch.no_grad()
+def test_an_early_exit_can_draft(model_type):
+    model, ids = small_tape_model(model_type), tokens(1, 9)
+    assert torch.equal(generate(model, ids, assistant_early_exit=2), greedy_without_cache(model, ids))
+
+
+@torch.no_grad()
 def test_rows_padded_on_the_left_give_their_own_text(model_type):
     model = small_tape_model(model_type)
     short, long = tokens(1, 5), tokens(1, 11, seed=3)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tests.convert.pretrained import small_model, small_tape_model, tokens
+from tests.convert.pretrained import small_model, small_tape_model, tokens, trained
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tape_pe
@@ -83,6 +83,7 @@ def test_unsloth_7028_llama3_scaling_of_the_base_is_kept():
         ({"rope_type": "linear", "factor": 0.5}, "factor=0.5"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor=nan"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}, "beta_fast='x': a positive number"),
         ("linear", "rope='linear': a mapping is needed"),
     ],
 )
@@ -186,3 +187,15 @@ def test_damaged_weights_are_called_that():
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
     with pytest.raises(tape_pe.UnsupportedModelError, match="layer 1 computes queries or keys that are not finite"):
         tape_pe.convert(model)
+
+
+def test_classifiers_reload_too(tmp_path):
+    from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = small_model("llama").config
+    model = trained(tape_pe.convert(LlamaForSequenceClassification(config).eval()))
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(reloaded(tokens(2, 9)).logits, model(tokens(2, 9)).logits)

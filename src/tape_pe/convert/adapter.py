@@ -37,7 +37,16 @@ CONFIG_FILE = "tape_adapter.json"
 FORMAT = 1
 
 _NEXT_FILE = "tape_adapter.next.safetensors"  # new weights on their way to WEIGHTS_FILE
-_KEYS = ("format", "versions", "base", "tape", "rope_parameters", "max_position_embeddings", "trained", "sha256")
+_KEYS = {
+    "format": int,
+    "versions": dict,
+    "base": dict,
+    "tape": dict,
+    "rope_parameters": dict,
+    "max_position_embeddings": int,
+    "trained": list,
+    "sha256": str,
+}
 
 
 def save_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> Path:
@@ -177,6 +186,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: format={values.get('format')!r}; this version of tape-pe reads format {FORMAT}")
     if missing := [key for key in _KEYS if key not in values]:
         raise ValueError(f"{path}: no {', '.join(missing)}")
+    for key, kind in _KEYS.items():
+        if not isinstance(values[key], kind):
+            raise ValueError(f"{path}: {key}={values[key]!r}: not what an adapter has there, the file is damaged")
     return values
 
 

@@ -12,9 +12,24 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from tape_pe.convert.config import TapeConfig
@@ -26,6 +41,14 @@ from tape_pe.encodings.base import LayerEncoding
 
 PREFIX = "Tape"
 TYPE_PREFIX = "tape_"
+
+_AUTO_CLASSES: tuple[tuple[Any, Any], ...] = (
+    (AutoModel, MODEL_MAPPING_NAMES),
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    (AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+)
 
 # What `AutoModelForCausalLM` can load without conversion in the same process. Others convert as well if they can be
 # exact, and load after `register_architecture`.
@@ -148,8 +171,9 @@ def register_architecture(model_type: str) -> None:
         return
     config_class = tape_config_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
     AutoConfig.register(tape_type, config_class)
-    AutoModelForCausalLM.register(config_class, _lazy_class(name, config_class))
-    AutoModel.register(config_class, _lazy_class(MODEL_MAPPING_NAMES[model_type], config_class))
+    for auto_class, names in _AUTO_CLASSES:
+        if model_type in names:
+            auto_class.register(config_class, _lazy_class(names[model_type], config_class))
     # `Trainer` reads here which models shift labels themselves, for label smoothing.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tape_type] = f"{PREFIX}{name}"
 

@@ -129,9 +129,15 @@ class TapeDecoderLayer(TapeMixin):
             if self.tape is not None:
                 new = self.tape(state, states.averaged, *self.mlp.take())
                 slots[self.tape_slot] = (new - start).to(hidden_states.dtype)
-        if not any(self.tape_keeps):
+        if self._is_last():
             return output
         return output, *(slot if keep else None for slot, keep in zip(slots, self.tape_keeps, strict=True))
+
+    def _is_last(self) -> bool:
+        """Whether nobody reads the states behind this layer, or the decoder stops here (an early exit)."""
+        attention: Any = self.self_attn
+        config = getattr(attention.config, "base", attention.config)
+        return not any(self.tape_keeps) or attention.layer_idx + 1 >= config.num_hidden_layers
 
 
 @cache

@@ -40,6 +40,10 @@ def new_rope_parameters(rule: Mapping[str, Any], rotary_dim: int, config: Any) -
     for key in rule:
         if key not in allowed:
             raise ValueError(f"rope.{key}={rule[key]!r}: {rope_type} has {', '.join(sorted(allowed))}")
+    for key in allowed - {"rope_type", "truncate"}:
+        value = rule.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"rope.{key}={value!r}: a positive number is needed")
     own = rope_of_full_attention(config.rope_parameters)
     if own.get("rope_type", "default") != "default":
         raise ValueError(f"rope={dict(rule)!r}: the model has the rule {own['rope_type']!r} already")
