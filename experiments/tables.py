@@ -30,7 +30,7 @@ def spread(values: Iterable[float], digits: int) -> Cell:
     if not ordered:
         return Cell(MISSING)
     text = f"{median(ordered):.{digits}f}"
-    return Cell(text if len(ordered) == 1 else f"{text} ({ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f})")
+    return Cell(text if ordered[0] == ordered[-1] else f"{text} ({ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f})")
 
 
 def table(
@@ -71,7 +71,7 @@ def context_extension() -> str:
     """The tables of `experiments/context_extension.py`."""
     lines = read_lines("context_extension.jsonl")
     if not lines:
-        return ""
+        return "Not run yet.\n"
     lengths = list(lines[0]["metrics"]["perplexity"])
     perplexities = [(n, lambda line, n=n: line["metrics"]["perplexity"][n], 2) for n in lengths]
     perplexities.insert(0, ("trained", lambda line: line["parameters"], 0))
@@ -101,15 +101,18 @@ Measured by the scripts in `experiments/`; every figure below is computed from t
 ## What an adapter buys
 
 `python experiments/adapters.py`: SmolLM2-135M-Instruct adapted to model code that is newer than the model, about 0.23 M
-trained parameters with each method, 60 steps of 512 tokens. `none` is the model as it is. The first seed ran with two
-learning rates; the others with the one that was better for their method, so the choice was made on the same held-out
-text as the comparison.
+trained parameters with each method (TAPE's weights alone, without embeddings and norms), 60 steps of 512 tokens. `none`
+is the model as it is. The first seed ran with two learning rates; the others with the one that was better for their
+method, so the choice was made on the same held-out text as the comparison.
+
+Here LoRA wins: at the same number of trained parameters, changing what attention projects is worth far more for new
+text than changing positions, and half the budget in each lies between the two.
 
 {adapters()}
 ## Context extension in small
 
-`python experiments/context_extension.py`: a 4 M parameter RoPE model trained here on 128 tokens, extended to 512 with
-each method. `none` is the base as it is, `none_linear` the base with its positions divided by four. The base is far too
+`python experiments/context_extension.py`: a small RoPE model trained here on 128 tokens, extended to 512 with each
+method. `none` is the base as it is, `none_linear` the base with its positions divided by four. The base is far too
 small and too briefly trained to look numbers up, so passkey scores near zero say nothing about the methods.
 
 {context_extension()}"""
