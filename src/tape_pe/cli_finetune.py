@@ -29,6 +29,8 @@ def _finetune_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _finetune(namespace: Namespace) -> int:
+    from accelerate import PartialState
+
     from tape_pe.convert import TapeConfig
     from tape_pe.finetune import finetune
     from tape_pe.finetune_options import FinetuneOptions, check_finetune
@@ -46,6 +48,8 @@ def _finetune(namespace: Namespace) -> int:
     except TrainingInterruptedError as interruption:
         print(f"\nInterrupted: {interruption}\nGo on with the same command and --resume", file=sys.stderr)
         return 130
+    if (state := PartialState()).num_processes > 1:
+        state.destroy_process_group()  # one that is left to the interpreter's end can abort there
     metrics = result["metrics"]
     if metrics["held_out_loss"] is not None:
         print(f"held-out loss: {metrics['held_out_loss_before']:.4f} before, {metrics['held_out_loss']:.4f} after")
