@@ -53,7 +53,7 @@ def _position_update(plan: LayerPlan, config: TapeConfig, model_config: Any) -> 
     if plan.form is None or not plan.updates or not (config.update_attention or config.update_mlp):
         return None
     sizes = layer_sizes(model_config, plan.form.heads, plan.form.kv_heads, plan.form.rotary_dim)
-    tape = PositionUpdate(sizes, config.options())
+    tape = PositionUpdate(sizes, config)
     like = next(p for p in plan.layer.parameters() if p.is_floating_point())
     device = getattr(getattr(plan.layer, "_hf_hook", None), "execution_device", None)
     # Weights of half precision would round small steps away, so these are fp32, as adapters are in PEFT.

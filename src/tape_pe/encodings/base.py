@@ -92,12 +92,17 @@ class EncodingOptions:
             if key not in allowed:
                 has = ", ".join(allowed) if allowed else "no options"
                 raise ValueError(f"encoding_options.{key}={values[key]!r}: encoding={encoding!r} has {has}")
-        hints = get_type_hints(cls)
-        for key, value in values.items():
-            if not _is_of_type(value, hints[key]):
-                needed = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key]).replace("typing.", "")
-                raise ValueError(f"encoding_options.{key}={value!r}: {needed} is needed")
+        check_option_types(cls, values, "encoding_options.")
         return cls(**values)
+
+
+def check_option_types(options_class: type, values: Mapping[str, Any], prefix: str) -> None:
+    """Raises a ValueError for a value that does not fit its field's annotation; `prefix` goes before its name."""
+    hints = get_type_hints(options_class)
+    for key, value in values.items():
+        if not _is_of_type(value, hints[key]):
+            needed = hints[key].__name__ if isinstance(hints[key], type) else str(hints[key]).replace("typing.", "")
+            raise ValueError(f"{prefix}{key}={value!r}: {needed} is needed")
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:

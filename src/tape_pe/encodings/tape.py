@@ -10,7 +10,7 @@ The option `structure` has the paper's ablations of the form of the weights, see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -35,24 +35,21 @@ GateInput = Literal["mlp_output", "mlp_input"]
 
 
 @dataclass(frozen=True)
-class TapeOptions(RotaryOptions):
-    """Options of TAPE.
+class StateUpdateOptions:
+    """Options of the update of states, in this package's decoder and in converted models.
 
     Attributes:
         position_size: I, width of the position MLP; `None` is 4 * Hkv.
         update_attention: whether states take in the attention average of states.
         update_mlp: whether states pass through the position MLP.
         head_mixing: `"full"` mixes the averages of all heads, W_mix `[Hkv, H]`; `"diagonal"` has one scale per head.
-            With the structure `"channels"` it is channels that are mixed or scaled, W_mix `[D, D]` or `[D]`.
         state_norm: `"rms"` divides each head's state by its root mean square over channel pairs, which is 1 at the
             start; `"none"` is as published.
-        gate_input: what psi reads: `"mlp_output"`, the output of the layer's MLP before its residual, or
-            `"mlp_input"`, the normalised tokens that the MLP reads.
-        structure: what the weights act on. `"rotary"`, the method itself: on the heads, alike for cosines and sines,
-            and so equivariant. Its ablations: `"components"`, on the heads, with weights of their own for cosines and
-            sines; `"channels"`, along the D channels of each head; `"unstructured"`, on all heads and channels at once.
-            In the last two a state has 2D numbers per head, `[C | S]`.
+        gate_input: what psi reads: `"mlp_output"`, the output of the layer's MLP before its residual (and before a norm
+            that may follow it), or `"mlp_input"`, what the MLP reads: the normalised tokens.
     """
+
+    prefix: ClassVar[str] = ""  # before the names of options in messages
 
     position_size: int | None = None
     update_attention: bool = True
@@ -60,20 +57,39 @@ class TapeOptions(RotaryOptions):
     head_mixing: HeadMixing = "full"
     state_norm: StateNorm = "none"
     gate_input: GateInput = "mlp_output"
-    structure: Structure = "rotary"
 
     def __post_init__(self) -> None:
         if self.position_size is not None and self.position_size < 1:
-            raise ValueError(f"encoding_options.position_size={self.position_size}: at least 1 is needed")
-        for name, choices in (
-            ("head_mixing", HeadMixing),
-            ("state_norm", StateNorm),
-            ("gate_input", GateInput),
-            ("structure", Structure),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                allowed = ", ".join(get_args(choices))
-                raise ValueError(f"encoding_options.{name}={getattr(self, name)!r}: allowed values are {allowed}")
+            raise ValueError(f"{self.prefix}position_size={self.position_size}: at least 1 is needed")
+        for name, choices in (("head_mixing", HeadMixing), ("state_norm", StateNorm), ("gate_input", GateInput)):
+            self.check_choice(name, choices)
+
+    def check_choice(self, name: str, choices: Any) -> None:
+        """Raises a ValueError unless an option has one of the values of a `Literal`."""
+        if getattr(self, name) not in get_args(choices):
+            allowed = ", ".join(get_args(choices))
+            raise ValueError(f"{self.prefix}{name}={getattr(self, name)!r}: allowed values are {allowed}")
+
+
+@dataclass(frozen=True)
+class TapeOptions(StateUpdateOptions, RotaryOptions):
+    """Options of TAPE.
+
+    Attributes:
+        structure: what the weights act on. `"rotary"`, the method itself: on the heads, alike for cosines and sines,
+            and so equivariant. Its ablations: `"components"`, on the heads, with weights of their own for cosines and
+            sines; `"channels"`, along the D channels of each head, which `head_mixing` then mixes, W_mix `[D, D]`, or
+            scales, `[D]`; `"unstructured"`, on all heads and channels at once. In the last two a state has 2D numbers
+            per head, `[C | S]`.
+    """
+
+    prefix: ClassVar[str] = "encoding_options."
+
+    structure: Structure = "rotary"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("structure", Structure)
 
 
 class WeightShapes(NamedTuple):
@@ -93,7 +109,7 @@ class TapeLayer(RopeLayer):
 
     contextualize = staticmethod(contextualize)
 
-    def __init__(self, sizes: EncodingSizes, options: TapeOptions) -> None:
+    def __init__(self, sizes: EncodingSizes, options: StateUpdateOptions) -> None:
         super().__init__()
         self.gate_input = options.gate_input
         self.state_norm = options.state_norm
