@@ -23,9 +23,10 @@ import transformers
 from jsonargparse import CLI
 from torch import Tensor
 
-from tape_pe.finetune import finetune
+from tape_pe.finetune import finetune, held_out_loss
 from tape_pe.finetune_options import FinetuneOptions
 from tape_pe.pretrained import load_causal_lm
+from tape_pe.results import append_values, whole_lines
 from tape_pe.text import read_texts
 
 HELD_OUT_FILES = 8
@@ -95,16 +96,9 @@ def held_out_tokens(tokenizer: Any, folder: Path, length: int) -> Tensor:
     return torch.tensor([row for row in rows if len(row) == length][:HELD_OUT_FILES])
 
 
-@torch.inference_mode()
-def held_out_losses(model: Any, tokens: Tensor, lengths: tuple[int, ...]) -> dict[str, float]:
+def held_out_losses(model: Any, tokens: Tensor, lengths: tuple[int, ...]) -> dict[str, float | None]:
     """Mean loss in nats per token, the tokens cut into rows of each length."""
-    model.eval()
-    losses = {}
-    for length in lengths:
-        rows = tokens.reshape(-1, length).split(1024 // length)
-        per_batch = [model(input_ids=batch, labels=batch, use_cache=False).loss for batch in rows]
-        losses[str(length)] = torch.stack(per_batch).mean().item()
-    return losses
+    return {str(n): held_out_loss(model, tokens.reshape(-1, n), max(lengths) // n) for n in lengths}
 
 
 def main(plan: Plan) -> None:
@@ -112,14 +106,13 @@ def main(plan: Plan) -> None:
     data, results = Path(plan.runs) / "data", Path(plan.results)
     write_data(data)
     results.parent.mkdir(parents=True, exist_ok=True)
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    done = {(line["method"], line["learning_rate"], line["seed"]): line for line in map(json.loads, lines)}
+    lines = map(json.loads, whole_lines(results).splitlines())
+    done = {(line["method"], line["learning_rate"], line["seed"]): line for line in lines}
     tokenizer = load_causal_lm(plan.model)[1]
     tokens = held_out_tokens(tokenizer, data, max(plan.lengths))
 
     def append(values: dict[str, Any]) -> None:
-        with results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        append_values(results, values)
         done[values["method"], values["learning_rate"], values["seed"]] = values
         print(values["method"], values["learning_rate"], values["seed"], values["held_out_loss"], flush=True)
 

@@ -31,7 +31,7 @@ from tape_pe.finetune import finetune
 from tape_pe.finetune_options import METHODS, TAPE_METHODS, FinetuneOptions
 from tape_pe.methods import config_changes
 from tape_pe.pretrained import load_base, load_causal_lm, load_tokenizer
-from tape_pe.results import Result, append_line, git_revision, library_versions
+from tape_pe.results import Result, append_line, git_revision, library_versions, whole_lines
 from tape_pe.text import read_texts
 
 UNTRAINED = {"none": "none", "none_linear": "linear"}
@@ -149,9 +149,7 @@ def is_finished(output: Path, method: str, seed: int, wanted: dict[str, Any]) ->
 
 
 def _lines(output: Path) -> Iterator[dict[str, Any]]:
-    text = output.read_text(encoding="utf-8") if output.is_file() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        yield json.loads(line)
+    yield from map(json.loads, whole_lines(output).splitlines())
 
 
 def train_base(base: Base, work: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tape_pe.report.parts import MISSING, Cell, Table
 from tape_pe.report.tables import plain_text
+from tape_pe.results import whole_lines
 
 RESULTS = Path(__file__).parents[1] / "results"
 Line = dict[str, Any]
@@ -20,8 +21,7 @@ Line = dict[str, Any]
 
 def read_lines(name: str) -> list[Line]:
     """The lines of a file in `results/`; none if it is not there."""
-    path = RESULTS / name
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return [json.loads(line) for line in whole_lines(RESULTS / name).splitlines()]
 
 
 def spread(values: Iterable[float], digits: int) -> Cell:

@@ -89,10 +89,19 @@ def append_result(run: Path, result: Result) -> Path:
 
 def append_line(path: Path, record: Result | Measurement) -> Path:
     """Appends `record` as one line to a file, which need not exist, and returns the path."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    complete = text[: text.rfind("\n") + 1]  # without a last line that an interruption cut off
-    write_text(path, complete + json.dumps(asdict(record), allow_nan=False) + "\n")
+    return append_values(path, asdict(record))
+
+
+def append_values(path: Path, values: dict[str, Any]) -> Path:
+    """Appends JSON values as one line to a file, which need not exist, and returns the path."""
+    write_text(path, whole_lines(path) + json.dumps(values, allow_nan=False) + "\n")
     return path
+
+
+def whole_lines(path: Path) -> str:
+    """The text of a file, which need not exist, without a last line that an interruption cut off."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return text[: text.rfind("\n") + 1]
 
 
 def read_results(run: Path) -> list[Result]:
@@ -119,9 +128,7 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 def _read_lines(path: Path, kind: type[RecordType], torn_end: bool = False) -> list[RecordType]:
     known = {f.name for f in fields(kind)}
-    text = path.read_text(encoding="utf-8")
-    if torn_end:
-        text = text[: text.rfind("\n") + 1]
+    text = whole_lines(path) if torn_end else path.read_text(encoding="utf-8")
     records = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
