@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer, set_seed
 
+GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""Arguments of `generate` that always take the likeliest token, whatever the model's own defaults are."""
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that fills rows behind their end: padding, or EOS for tokenizers without."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -79,7 +87,7 @@ def generate_text(
     if (largest := int(input_ids.max())) >= known:
         raise ValueError(f"prompt={prompt!r}: it has the token {largest}; the model knows 0..{known - 1}")
     one_by_one = stream and options.num_beams == 1
-    drawing: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    drawing = GREEDY
     if options.temperature > 0:
         drawing = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     set_seed(options.seed)
@@ -90,7 +98,7 @@ def generate_text(
             max_new_tokens=options.max_new_tokens,
             num_beams=options.num_beams,
             use_cache=True,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            pad_token_id=padding_id(tokenizer),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if one_by_one else None,
             **drawing,
         )

@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from tape_pe.generate import GREEDY, padding_id
 from tape_pe.tasks.counter import random_bits
 
 LARGEST_KEY = 50_000
@@ -243,18 +244,14 @@ def score(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_ids: Sequence[
 def _generate(model: Any, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt]) -> Iterator[list[int]]:
     input_ids = torch.tensor([prompt.input_ids for prompt in batch], device=model.device)
     longest = max(NEW_TOKENS, 1 + max(len(prompt.answer_ids) for prompt in batch))
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     with torch.inference_mode():
         output = model.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=longest,
-            do_sample=False,
             num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
             use_cache=True,
-            pad_token_id=padding,
+            pad_token_id=padding_id(tokenizer),
+            **GREEDY,
         )
     yield from output[:, input_ids.shape[1] :].tolist()
