@@ -68,6 +68,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     set_seed(options.seed)
     model = build_model(options, changes)
     _check_vocabulary(options, model, train_blocks.blocks, eval_blocks)
+    trainable = trainable_parameters(model)
     trainer = FinetuneTrainer(
         model=model,
         args=arguments,
@@ -80,7 +81,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     trainer.accelerator.wait_for_everyone()
     if arguments.should_save:
         prepare_folder(options, changes)
-        print(trainable_parameters(model), flush=True)
+        print(trainable, flush=True)
     started = time.perf_counter()
     if checkpoint is None:
         trainer.facts["held_out_loss_before"] = held_out_loss(trainer.model, eval_blocks, options.batch_size)
@@ -108,7 +109,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
         seed=options.seed,
         git_revision=git_revision(),
         versions=library_versions(),
-        parameters=trainable_parameters(model).trained,
+        parameters=trainable.trained,
         steps=progress["steps"],
         tokens=progress["tokens"],
         train_seconds=progress["train_seconds"],
@@ -118,7 +119,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
             "train_loss": _recent(progress["loss_curve"]),
             "held_out_loss_before": trainer.facts["held_out_loss_before"],
             "held_out_loss": after,
-            "trained": trainable_parameters(model).to_dict(),
+            "trained": trainable.to_dict(),
         },
     )
     if arguments.should_save:
