@@ -84,7 +84,7 @@ def check_model_place(path_or_name: str | Path) -> str:
             raise FileNotFoundError(f"{text} is a folder {what}: it has no config.json")
         return str(folder)
     if folder.exists() or not text or text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise FileNotFoundError(f"{text!r} is not a model folder, nor the name of a model on the hub")
+        raise FileNotFoundError(f"model={text!r} is not a model folder, nor the name of a model on the hub")
     return text
 
 
