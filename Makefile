@@ -36,7 +36,7 @@ smollm2: $(REAL)  ## fetch a pretrained model, SmolLM2-135M-Instruct, once (93 M
 	@$(BIN)/python scripts/fetch_smollm2.py
 
 test-real: smollm2  ## test with that model, and with lm-evaluation-harness
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real tests/test_harness.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real tests/language/test_harness.py
 
 lint: $(READY)  ## style and formatting
 	$(BIN)/ruff check .

@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from tape_pe.finetune import finetune
-from tape_pe.finetune_options import FinetuneOptions
-from tape_pe.perplexity import perplexity
-from tape_pe.pretrained import load_causal_lm
-from tape_pe.text import read_texts, token_blocks
+from tape_pe.finetuning.finetune import finetune
+from tape_pe.finetuning.options import FinetuneOptions
+from tape_pe.language.perplexity import perplexity
+from tape_pe.language.pretrained import load_causal_lm
+from tape_pe.language.text import read_texts, token_blocks
 
 
 def small_base(folder):

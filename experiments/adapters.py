@@ -23,11 +23,11 @@ import transformers
 from jsonargparse import CLI
 from torch import Tensor
 
-from tape_pe.finetune import finetune, held_out_loss
-from tape_pe.finetune_options import FinetuneOptions
-from tape_pe.pretrained import load_causal_lm
+from tape_pe.finetuning.finetune import finetune, held_out_loss
+from tape_pe.finetuning.options import FinetuneOptions
+from tape_pe.language.pretrained import load_causal_lm
+from tape_pe.language.text import read_texts
 from tape_pe.results import append_values, whole_lines
-from tape_pe.text import read_texts
 
 HELD_OUT_FILES = 8
 

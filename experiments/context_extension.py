@@ -27,12 +27,12 @@ from jsonargparse import ArgumentParser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from tape_pe.finetune import finetune
-from tape_pe.finetune_options import METHODS, TAPE_METHODS, FinetuneOptions
-from tape_pe.methods import config_changes
-from tape_pe.pretrained import load_base, load_causal_lm, load_tokenizer
+from tape_pe.finetuning.finetune import finetune
+from tape_pe.finetuning.methods import config_changes
+from tape_pe.finetuning.options import METHODS, TAPE_METHODS, FinetuneOptions
+from tape_pe.language.pretrained import load_base, load_causal_lm, load_tokenizer
+from tape_pe.language.text import read_texts
 from tape_pe.results import Result, append_line, git_revision, library_versions, whole_lines
-from tape_pe.text import read_texts
 
 UNTRAINED = {"none": "none", "none_linear": "linear"}
 """Ways to use the base as it is, and their frequency rules."""
@@ -263,8 +263,8 @@ def run(
 
 def measure_perplexity(model: Any, tokenizer: Any, base: Base, measuring: Measuring) -> dict[str, float]:
     """Perplexity of held-out sources by window length; windows overlap by half."""
-    from tape_pe.measure import token_stream
-    from tape_pe.perplexity import perplexity
+    from tape_pe.language.measure import token_stream
+    from tape_pe.language.perplexity import perplexity
 
     ids = token_stream(tokenizer, read_texts("python-stdlib", split="test"), measuring.tokens)
     lengths = [int(base.length * share) for share in LENGTHS]

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tape_pe.finetune_options import FinetuneOptions
+from tape_pe.finetuning.options import FinetuneOptions
 
 TEXT = "".join(f"def f{n}(x):\n    return x * {n} + {n * n % 97}\n\n" for n in range(400))
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tape_pe.finetune import BlockDataset, FinetuneTrainer, finetune, held_out_loss
-from tape_pe.finetune_options import METHODS, FinetuneOptions, check_finetune
-from tape_pe.pretrained import FINETUNE_FILE, load_causal_lm, load_tokenizer
+from tape_pe.finetuning.finetune import BlockDataset, FinetuneTrainer, finetune, held_out_loss
+from tape_pe.finetuning.options import METHODS, FinetuneOptions, check_finetune
+from tape_pe.language.pretrained import FINETUNE_FILE, load_causal_lm, load_tokenizer
+from tape_pe.language.text import read_texts, token_blocks
 from tape_pe.results import read_results
-from tape_pe.text import read_texts, token_blocks
 from tape_pe.train import TrainingInterruptedError
 
 SOURCES = Path(__file__).parents[2] / "src"

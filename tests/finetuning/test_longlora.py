@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tape_pe.longlora import SHIFTED_SPARSE, register, shifted_sparse_attention
+from tape_pe.finetuning.longlora import SHIFTED_SPARSE, register, shifted_sparse_attention
 
 
 def dense(query, key, value, groups):

@@ -9,10 +9,10 @@ from tests.convert.pretrained import small_model
 from transformers import AutoConfig
 
 from tape_pe.convert import trainable_parameters
-from tape_pe.finetune import prepare_folder
-from tape_pe.finetune_options import METHODS
-from tape_pe.methods import build_model, config_changes, save_model
-from tape_pe.pretrained import load_causal_lm, load_tokenizer
+from tape_pe.finetuning.finetune import prepare_folder
+from tape_pe.finetuning.methods import build_model, config_changes, save_model
+from tape_pe.finetuning.options import METHODS
+from tape_pe.language.pretrained import load_causal_lm, load_tokenizer
 
 TOKENS = torch.arange(1, 65)[None]
 ORIGINAL = "original_max_position_embeddings"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tape_pe.pretrained import FINETUNE_FILE, load_base, load_causal_lm, short_name
+from tape_pe.language.pretrained import FINETUNE_FILE, load_base, load_causal_lm, short_name
 
 
 def test_plain_folder(base_folder):

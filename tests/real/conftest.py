@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tape_pe.pretrained import load_causal_lm
+from tape_pe.language.pretrained import load_causal_lm
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fetch_smollm2.py"
 

@@ -8,8 +8,8 @@ from transformers import Trainer, TrainingArguments
 
 import tape_pe
 from tape_pe.convert.layers import PositionUpdate
-from tape_pe.pretrained import load_causal_lm
-from tape_pe.text import read_texts, token_blocks
+from tape_pe.language.pretrained import load_causal_lm
+from tape_pe.language.text import read_texts, token_blocks
 
 pytestmark = pytest.mark.real
 

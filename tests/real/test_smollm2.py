@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from tape_pe.generate import SamplingOptions, generate_text
-from tape_pe.perplexity import perplexity
+from tape_pe.language.generate import SamplingOptions, generate_text
+from tape_pe.language.perplexity import perplexity
 from tape_pe.tasks.passkey import PasskeyPrompts, answer_prompts
 
 pytestmark = pytest.mark.real

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tape_pe.perplexity import perplexity
+from tape_pe.language.perplexity import perplexity
 from tape_pe.tasks.passkey import PasskeyPrompts, PasskeyTexts, first_number
 
 

@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.generate import GREEDY, padding_id
+from tape_pe.language.generate import GREEDY, padding_id
 from tape_pe.tasks.counter import random_bits
 
 LARGEST_KEY = 50_000

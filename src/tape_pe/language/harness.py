@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with adapters: its model `tape` is its model `hf`, loaded by `tape_pe.pretrained`.
+"""lm-evaluation-harness with adapters: its model `tape` is its model `hf`, loaded by `tape_pe.language.pretrained`.
 
     tape lm-eval --model_args pretrained=FOLDER --tasks arc_easy
     lm_eval.simple_evaluate(model="tape", model_args={"pretrained": FOLDER}, tasks=[...])    # after this import
@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from tape_pe.evaluate import check_device
-from tape_pe.pretrained import load_causal_lm
+from tape_pe.language.pretrained import load_causal_lm
 
 
 @register_model("tape")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tape_pe.perplexity import perplexity, windows
+from tape_pe.language.perplexity import perplexity, windows
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from tape_pe.generate import SamplingOptions, generate_text
-from tape_pe.pretrained import load_causal_lm
+from tape_pe.language.generate import SamplingOptions, generate_text
+from tape_pe.language.pretrained import load_causal_lm
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from tape_pe.convert import trainable_parameters
 from tape_pe.files import read_json, remove_staging_folders, staging_folder, write_json
-from tape_pe.finetune_options import TAPE_METHODS, FinetuneOptions, check_finetune
-from tape_pe.methods import build_model, config_changes, save_model
-from tape_pe.perplexity import nll_sum
-from tape_pe.pretrained import FINETUNE_FILE, load_tokenizer
+from tape_pe.finetuning.methods import build_model, config_changes, save_model
+from tape_pe.finetuning.options import TAPE_METHODS, FinetuneOptions, check_finetune
+from tape_pe.language.perplexity import nll_sum
+from tape_pe.language.pretrained import FINETUNE_FILE, load_tokenizer
+from tape_pe.language.text import has_splits, read_texts, token_blocks
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
-from tape_pe.text import has_splits, read_texts, token_blocks
 from tape_pe.train import RunTrainer, StopOnSignal, TrainingInterruptedError
 
 WEIGHTS_FILE = "trained.safetensors"
@@ -37,7 +37,7 @@ FACTS_FILE = "facts.json"
 
 
 def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any]:
-    """Fine-tunes a model as the options say; `tape_pe.pretrained.load_causal_lm` loads the result.
+    """Fine-tunes a model as the options say; `tape_pe.language.pretrained.load_causal_lm` loads the result.
 
     SIGINT and SIGTERM end it after the current step, with a checkpoint; a second one ends it at once.
 
@@ -285,7 +285,7 @@ def prepare_folder(options: FinetuneOptions, changes: dict[str, Any]) -> None:
 
     Args:
         options: the run.
-        changes: fields of the base's config that the run changes, from `tape_pe.methods.config_changes`.
+        changes: fields of the base's config that the run changes, from `tape_pe.finetuning.methods.config_changes`.
     """
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ from tape_pe.convert import TapeConfig
 from tape_pe.convert.freeze import BASE_GROUPS
 from tape_pe.convert.rules import RULES
 from tape_pe.files import read_json
-from tape_pe.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, short_name
-from tape_pe.text import STDLIB, read_texts
+from tape_pe.language.pretrained import FINETUNE_FILE, adapter_file, check_model_place, check_peft, short_name
+from tape_pe.language.text import STDLIB, read_texts
 
 METHODS = ("tape", "lora", "longlora", "theta", "full", "tape_lora")
 PEFT_METHODS = ("lora", "longlora", "theta", "tape_lora")
@@ -35,7 +35,7 @@ class FinetuneOptions:
             with a larger base of the rotary frequencies; `"full"` trains everything; `"tape_lora"` is TAPE and LoRA
             together.
         output_dir: folder to write to; default: `runs/finetune/MODEL-METHOD-LENGTH`.
-        data: texts to train on, see `tape_pe.text.read_texts`.
+        data: texts to train on, see `tape_pe.language.text.read_texts`.
         split: split of a data set to train on.
         text_field: field of a data set or of JSON lines that holds the text.
         data_tokens: tokens of text to read, whose blocks are then shuffled; default: as many as training needs. A text

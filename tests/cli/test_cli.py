@@ -11,7 +11,7 @@ from tape_pe.options import load_options
 from tape_pe.results import read_results
 from tape_pe.train import train
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = """
 model: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}
 task: {name: addition, max_digits: 2, pairs_per_cell: 3}

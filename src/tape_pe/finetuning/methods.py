@@ -11,9 +11,9 @@ from tape_pe.convert import TapeConfig, convert, freeze_base, save_adapter
 from tape_pe.convert.freeze import grouped_parameters, has_tied_embeddings
 from tape_pe.convert.peft import attention_projections, lora_config
 from tape_pe.convert.rules import changed_rope_parameters, new_rope_parameters, rope_of_full_attention
-from tape_pe.finetune_options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
-from tape_pe.longlora import SHIFTED_SPARSE, register
-from tape_pe.pretrained import load_base, without_peft_warnings
+from tape_pe.finetuning.longlora import SHIFTED_SPARSE, register
+from tape_pe.finetuning.options import PEFT_METHODS, TAPE_METHODS, FinetuneOptions
+from tape_pe.language.pretrained import load_base, without_peft_warnings
 
 
 def config_changes(options: FinetuneOptions, config: Any) -> dict[str, Any]:

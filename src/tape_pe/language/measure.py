@@ -17,10 +17,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.perplexity import perplexity, windows
+from tape_pe.language.perplexity import perplexity, windows
+from tape_pe.language.text import token_blocks
 from tape_pe.results import Measurement, append_line, git_revision, library_versions, read_measurements
 from tape_pe.tasks.passkey import NEW_TOKENS, PasskeyPrompts, PasskeyTexts, answer_prompts
-from tape_pe.text import token_blocks
 
 
 def measure_perplexity(

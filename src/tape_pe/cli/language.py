@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe.cli_parts import Command, UsageError, plain_warnings, quiet_loading, refusing
+from tape_pe.cli.parts import Command, UsageError, plain_warnings, quiet_loading, refusing
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -40,7 +40,7 @@ def _load(namespace: Namespace) -> tuple[Any, Any]:
     import torch
 
     from tape_pe.evaluate import check_device
-    from tape_pe.pretrained import load_causal_lm
+    from tape_pe.language.pretrained import load_causal_lm
 
     if namespace.dtype not in _DTYPES:
         raise UsageError(f"dtype={namespace.dtype!r}: it must be one of {', '.join(_DTYPES)}")
@@ -53,7 +53,7 @@ def _load(namespace: Namespace) -> tuple[Any, Any]:
 
 
 def _output(namespace: Namespace, task: str) -> Path:
-    from tape_pe.pretrained import short_name
+    from tape_pe.language.pretrained import short_name
 
     name = re.sub(r"[^\w.-]+", "--", short_name(namespace.model))
     return Path(namespace.output or Path("runs") / task / f"{name}.jsonl")
@@ -63,7 +63,7 @@ def _output(namespace: Namespace, task: str) -> Path:
 
 
 def _generate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
-    from tape_pe.generate import SamplingOptions
+    from tape_pe.language.generate import SamplingOptions
 
     _model_arguments(parser, "A run folder, model folder, adapter folder or hub name.")
     parser.add_argument("prompt", type=str, help="The text to go on from; for a run, a question such as '123+45='.")
@@ -72,7 +72,7 @@ def _generate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _generate(namespace: Namespace) -> int:
-    from tape_pe.generate import SamplingOptions, generate_text
+    from tape_pe.language.generate import SamplingOptions, generate_text
     from tape_pe.options import CONFIG_FILE
 
     values = {name: namespace[name] for name in asdict(SamplingOptions())}
@@ -115,11 +115,11 @@ def _perplexity_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _perplexity(namespace: Namespace) -> int:
-    from tape_pe.measure import check_counts, measure_perplexity, token_stream
-    from tape_pe.perplexity import windows
-    from tape_pe.pretrained import short_name
+    from tape_pe.language.measure import check_counts, measure_perplexity, token_stream
+    from tape_pe.language.perplexity import windows
+    from tape_pe.language.pretrained import short_name
+    from tape_pe.language.text import read_texts
     from tape_pe.report.measurements import perplexity_table
-    from tape_pe.text import read_texts
 
     refusing(check_counts, lengths=namespace.lengths, batch_size=namespace.batch_size)
     for length in namespace.lengths:
@@ -163,8 +163,8 @@ def _passkey_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _passkey(namespace: Namespace) -> int:
-    from tape_pe.measure import check_passkey, measure_passkey
-    from tape_pe.pretrained import short_name
+    from tape_pe.language.measure import check_passkey, measure_passkey
+    from tape_pe.language.pretrained import short_name
     from tape_pe.report.measurements import passkey_table, write_passkey_page
     from tape_pe.tasks.passkey import PasskeyTexts
 
@@ -195,7 +195,7 @@ def _passkey(namespace: Namespace) -> int:
 def run_lm_eval(words: list[str]) -> int:
     """Hands the words over to lm-evaluation-harness, which then knows the model `tape`."""
     try:
-        from tape_pe.harness import main
+        from tape_pe.language.harness import main
     except ImportError as error:
         raise UsageError(f"lm-eval cannot be used ({error}): pip install 'tape-pe[eval]'") from error
     main(words)

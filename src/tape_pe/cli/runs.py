@@ -1,26 +1,15 @@
-"""The `tape` command. Options are those of the dataclasses in `tape_pe.options` and `tape_pe.tasks`.
-
-Exit codes: 0 done, 1 the work failed, 2 the input was refused (before any work), 130 interrupted.
-What only some commands need is imported inside them; torch and transformers come with the package in any case.
-"""
+"""Commands for the package's own decoder: `tape train`, `evaluate`, `report`, `import-official`."""
 
 from __future__ import annotations
 
-import difflib
-import re
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe import __version__, cli_finetune, cli_language
-from tape_pe.cli_parts import Command, UsageError, quiet_loading, refusing
-
-CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-
+from tape_pe.cli.parts import Command, UsageError, quiet_loading, refusing
 
 # --- train ---------------------------------------------------------------------------------------------------------
 
@@ -77,7 +66,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _expand_config(arguments: list[str]) -> list[str]:
+def expand_config(arguments: list[str]) -> list[str]:
     """Turns `CONFIG.yaml ...` and `RUN ...` into the flags that they stand for."""
     if not arguments or arguments[0].startswith("-"):
         return arguments
@@ -161,82 +150,7 @@ def _report(namespace: Namespace) -> int:
     return 0
 
 
-# --- encodings -----------------------------------------------------------------------------------------------------
-
-
-def _encodings_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("names", type=str, nargs="*", help="Encodings to explain in full; default: a table of all.")
-    parser.add_argument("--json", action="store_true", help="Print the facts as JSON.")
-    parser.add_argument("--encoding_options", type=dict[str, Any], help="Options of the one encoding that is named.")
-    parser.add_argument("--picture", type=str, help="Write a page of position patterns to this HTML file instead.")
-    parser.add_argument("--length", type=int, help="Positions to draw; default: 64.")
-    parser.add_argument("--model", type=str, help="Draw the layers of this run or model folder.")
-    parser.add_argument("--text", type=str, help="What the model reads; default: random tokens.")
-
-
-def _encodings(namespace: Namespace) -> int:
-    from tape_pe.catalogue import describe, facts_as_json
-    from tape_pe.encodings import get_encoding
-
-    names, options = list(dict.fromkeys(namespace.names)), namespace.encoding_options
-    for name in names:
-        refusing(get_encoding, name)
-    for option, needed in (("length", "picture"), ("model", "picture"), ("text", "model")):
-        if namespace[option] is not None and namespace[needed] is None:
-            raise UsageError(f"{option} is {namespace[option]!r}; it needs --{needed}")
-    if options and len(names) != 1:
-        raise UsageError(f"encoding_options is {options}; it needs the name of one encoding, there are {len(names)}")
-    if namespace.picture:
-        if namespace.json:
-            raise UsageError("json and picture are both set; at most one can be")
-        return _picture(namespace, names)
-    print(refusing(facts_as_json if namespace.json else describe, names, options))
-    return 0
-
-
-def _picture(namespace: Namespace, names: list[str]) -> int:
-    from tape_pe.report.pattern_page import write_encoding_patterns, write_run_patterns
-
-    output, length = Path(namespace.picture), 64 if namespace.length is None else namespace.length
-    if namespace.model is None:
-        page = refusing(write_encoding_patterns, output, names, namespace.encoding_options, length)
-        for name, reason in page.left_out.items():
-            print(f"left out {name}: {reason}")
-        print(page.path)
-        return 0
-    if names:
-        raise UsageError(f"model is {namespace.model!r}; it has an encoding of its own, {names[0]} cannot be named")
-    if namespace.text is not None and namespace.length is not None:
-        raise UsageError(f"text and length are both set; the text has a length of its own, not {length}")
-    quiet_loading()
-    print(refusing(write_run_patterns, output, Path(namespace.model), namespace.text, length))
-    return 0
-
-
-# --- info, import-official -----------------------------------------------------------------------------------------
-
-
-def _no_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
-    pass
-
-
-def _info(namespace: Namespace) -> int:
-    import torch
-
-    from tape_pe.ops.backends import describe_backends, describe_bias_cost
-    from tape_pe.results import library_versions
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    backends = refusing(describe_backends, device)
-    for name, version in library_versions().items():
-        print(f"{name}: {version}")
-    print(f"device: {torch.cuda.get_device_name() if device == 'cuda' else device}")
-    print(f"threads: {torch.get_num_threads()}")
-    for name, available, reason, chosen in backends:
-        state = "chosen" if chosen else "available" if available else "unavailable"
-        print(f"backend {name}: {state} ({reason})")
-    print(f"additive biases: {describe_bias_cost(device)}")
-    return 0
+# --- import-official -----------------------------------------------------------------------------------------------
 
 
 def _import_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -255,70 +169,6 @@ def _import_official(namespace: Namespace) -> int:
 COMMANDS = {
     "train": Command("Train a model: tape train CONFIG.yaml [options].", _train_arguments, _train),
     "evaluate": Command("Score a finished run: tape evaluate RUN [options].", _evaluate_arguments, _evaluate),
-    **cli_finetune.COMMANDS,
-    **cli_language.COMMANDS,
     "report": Command("Write a report of evaluated runs.", _report_arguments, _report),
-    "encodings": Command("List positional encodings, or draw them.", _encodings_arguments, _encodings),
-    "info": Command("Show versions, device, threads and attention backends.", _no_arguments, _info),
     "import-official": Command("Convert a released checkpoint.", _import_arguments, _import_official),
 }
-
-
-def _parser(arguments: list[str]) -> tuple[ArgumentParser, list[str]]:
-    """The parser of everything, and the options of the chosen command.
-
-    Only the chosen command's arguments are looked up, since that takes imports.
-    """
-    parser = ArgumentParser(prog="tape", description="TAPE positional encoding for transformers.", exit_on_error=False)
-    parser.add_argument("--version", action="version", version=f"tape-pe {__version__}")
-    commands = parser.add_subcommands(dest="command")
-    known: list[str] = []
-    for name, command in COMMANDS.items():
-        subparser = ArgumentParser(description=command.help, exit_on_error=False)
-        if arguments[:1] == [name]:
-            command.add_arguments(subparser, arguments[1:])
-            known = list(subparser.get_defaults().keys())
-        commands.add_subcommand(name, subparser, help=command.help)
-    return parser, known
-
-
-def _explain(message: str, known: list[str]) -> str:
-    """One line, with the names that an unknown option may have been meant to be."""
-    message = re.sub(r"\s*\n\s*", " ", message).strip()
-    unknown = re.search(r"(?:unrecognized arguments: --|does not accept option ')([\w.]+)", message)
-    if unknown is None:
-        return message
-    section = unknown[1].rpartition(".")[0]
-    names = [name for name in known if name.startswith(f"{section}.")] if section else []
-    names = names or sorted({name.partition(".")[0] for name in known})
-    if len(names) > 20:
-        names = difflib.get_close_matches(unknown[1], names, n=3, cutoff=0.0)
-        return f"{unknown[1]} is not an option; the nearest ones are {', '.join(names)}"
-    return f"{unknown[1]} is not an option; the options are {', '.join(names)}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the `tape` command and returns its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    known: list[str] = []
-    try:
-        if words[:1] == ["train"]:
-            words[1:] = _expand_config(words[1:])
-        if words[:1] == ["lm-eval"]:
-            return cli_language.run_lm_eval(words[1:])
-        parser, known = _parser(words)
-        namespace = parser.parse_args(words)
-        return COMMANDS[namespace.command].run(namespace[namespace.command])
-    except (UsageError, ArgumentError) as error:
-        print(f"tape: error: {_explain(str(error), known)}", file=sys.stderr)
-        return 2
-    except FloatingPointError as error:
-        print(f"tape: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("tape: interrupted", file=sys.stderr)
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from tape_pe import measure
-from tape_pe.measure import measure_passkey, measure_perplexity, token_stream, weights_fingerprint
-from tape_pe.perplexity import perplexity
+from tape_pe.language import measure
+from tape_pe.language.measure import measure_passkey, measure_perplexity, token_stream, weights_fingerprint
+from tape_pe.language.perplexity import perplexity
 from tape_pe.results import read_measurements
 from tape_pe.tasks.characters import character_tokenizer
 from tape_pe.tasks.passkey import PasskeyTexts

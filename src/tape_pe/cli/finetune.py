@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe.cli_parts import Command, plain_warnings, quiet_loading, refusing
+from tape_pe.cli.parts import Command, plain_warnings, quiet_loading, refusing
 
 
 def _words(text: str | list[str]) -> list[str]:
@@ -17,7 +17,7 @@ def _words(text: str | list[str]) -> list[str]:
 
 def _finetune_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     from tape_pe.convert import TapeConfig
-    from tape_pe.finetune_options import FinetuneOptions
+    from tape_pe.finetuning.options import FinetuneOptions
 
     parser.add_argument("model", type=str, help="A model folder, or the name of a model on the hub.")
     parser.add_argument("--resume", action="store_true", help="Go on from the output folder's last checkpoint.")
@@ -32,8 +32,8 @@ def _finetune(namespace: Namespace) -> int:
     from accelerate import PartialState
 
     from tape_pe.convert import TapeConfig
-    from tape_pe.finetune import finetune
-    from tape_pe.finetune_options import FinetuneOptions, check_finetune
+    from tape_pe.finetuning.finetune import finetune
+    from tape_pe.finetuning.options import FinetuneOptions, check_finetune
     from tape_pe.train import TrainingInterruptedError
 
     values = {f.name: namespace[f.name] for f in fields(FinetuneOptions) if f.name != "tape"}

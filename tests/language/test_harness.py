@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tape_pe.cli import main
-from tape_pe.pretrained import load_causal_lm
+from tape_pe.language.pretrained import load_causal_lm
 
-TASKS = Path(__file__).parent / "data" / "lm_eval"
+TASKS = Path(__file__).parents[1] / "data" / "lm_eval"
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install 'tape-pe[eval]'"
 )
@@ -28,7 +28,7 @@ def test_python(llama_folder, at_tasks):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    import tape_pe.harness  # noqa: F401  (registers the model)
+    import tape_pe.language.harness  # noqa: F401  (registers the model)
 
     output = lm_eval.simple_evaluate(
         model="tape",
@@ -67,7 +67,7 @@ def test_command_line(llama_folder, at_tasks, capsys):
 
 @needs_lm_eval
 def test_a_model_that_is_loaded_already(make_model, passkey_tokenizer):
-    from tape_pe.harness import TapeHarnessModel
+    from tape_pe.language.harness import TapeHarnessModel
 
     model = make_model("tape", vocab_size=len(passkey_tokenizer))
     harness = TapeHarnessModel(model, tokenizer=passkey_tokenizer)
@@ -78,13 +78,13 @@ def test_a_model_that_is_loaded_already(make_model, passkey_tokenizer):
 @needs_lm_eval
 @pytest.mark.parametrize("dtype", ["int8", "float31", "nn"])
 def test_refuses_what_is_no_precision(llama_folder, dtype):
-    from tape_pe.harness import TapeHarnessModel
+    from tape_pe.language.harness import TapeHarnessModel
 
     with pytest.raises(ValueError, match=f"dtype='{dtype}': it must be a floating-point type"):
         TapeHarnessModel(str(llama_folder), dtype=dtype)
 
 
 def test_says_how_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "tape_pe.harness", None)
+    monkeypatch.setitem(__import__("sys").modules, "tape_pe.language.harness", None)
     assert main(["lm-eval", "--tasks", "capitals"]) == 2
     assert "pip install 'tape-pe[eval]'" in capsys.readouterr().err

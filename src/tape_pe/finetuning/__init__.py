@@ -1,0 +1,1 @@
+"""Fine-tuning of pretrained models to longer texts: the methods, their options, and the run."""

@@ -1,0 +1,1 @@
+"""Language models, pretrained ones included: loading, texts, generation, perplexity, lm-evaluation-harness."""
