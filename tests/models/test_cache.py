@@ -76,7 +76,7 @@ def test_cache_holds_the_states_that_layers_average(make_model, make_tokens):
     for layer, state in zip(updating, out.position_states, strict=False):
         assert torch.equal(layer.states.expand_as(state), state)
     assert last.states is None, "the last layer updates nothing and must not cache states"
-    assert out.cache.layers[0].states.shape == (2, 1, 5, 8), "the start state is one table for all heads"
+    assert out.cache.layers[0].states.shape == (1, 1, 5, 8), "the start state is one table for all rows and heads"
 
 
 @pytest.mark.parametrize("cut", [1, 4, 10])
