@@ -48,10 +48,9 @@ class TapeCacheLayer(GrowingTokens, DynamicLayer):
         keys, values = self.grown("keys", key_states), self.grown("values", value_states)
         return self.hold("keys", keys), self.hold("values", values)
 
-    def append(self, key: Tensor, value: Tensor, state: Tensor | None) -> CachedTokens:
-        """Adds new tokens and returns all of them."""
-        keys, values = self.update(key, value)
-        return CachedTokens(keys, values, None if state is None else self.hold("states", self.grown("states", state)))
+    def append_state(self, state: Tensor) -> Tensor:
+        """Adds the states of new tokens and returns those of all tokens."""
+        return self.hold("states", self.grown("states", state))
 
 
 class TapeCache(GrowingTokens, Cache):
@@ -85,7 +84,9 @@ class TapeCache(GrowingTokens, Cache):
         """Adds the new tokens of layer `layer_idx`, and returns all tokens that it attends to."""
         while len(self.layers) <= layer_idx:
             self.layers.append(TapeCacheLayer())
-        return self.layers[layer_idx].append(key, value, state)
+        layer = self.layers[layer_idx]
+        keys, values = layer.update(key, value)
+        return CachedTokens(keys, values, None if state is None else layer.append_state(state))
 
     def join_tokens(self, new: Tokens) -> Tokens:
         """The cached tokens followed by new ones, whose positions and ids may be one row for all rows.
