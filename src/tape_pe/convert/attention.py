@@ -81,12 +81,12 @@ def _attend(
     """Output `[B, N, H, Dv]`, averaged state `[B, H, N, Dr]` and weights."""
     key, value, state, wide = seen
     assert state is not None
-    attention, implementation = _implementation_of(module), module.config.base._attn_implementation
-    backend = select_backend(query.device).name
+    implementation, backend = module.config.base._attn_implementation, select_backend(query.device).name
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in EXTRAS)
     if implementation == "sdpa" and plain and backend != "sdpa":
         output, averaged = _as_sdpa(module, query, seen, mask, kwargs, joined=backend == "blockwise")
         return output.transpose(1, 2), averaged, None
+    attention = _implementation_of(module)
     state = state.expand(*value.shape[:2], -1, -1)
     if implementation == "eager":
         # The output is the model's own to the last bit: a wider product could be rounded in another way.
