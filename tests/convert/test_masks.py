@@ -59,9 +59,9 @@ def test_is_read_once_and_again_after_a_change():
     mask = (CAUSAL & PADDING[:, None, None])[:, :, -5:].clone()
     first = visibility(mask, torch.float32)
     assert visibility(mask, torch.float32) is first
-    assert visibility(mask, torch.float64).bias.dtype == torch.float64
     mask[0, 0, :, 5] = False
     assert (visibility(mask, torch.float32).bias[0, 0, :, 5] == -torch.inf).all()
+    assert visibility(mask, torch.float64).bias.dtype == torch.float64
     with torch.inference_mode():
         mask = mask.clone()
         visibility(mask, torch.float32)
