@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 import tape_pe
 from tape_pe.convert import attention as converted
-from tape_pe.models.cache import TapeCacheLayer
+from tape_pe.models.cache import TapeCache, TapeCacheLayer
 
 # Plain, two tables with windows, partial rotary.
 pytestmark = pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phi"])
@@ -144,6 +144,7 @@ def test_steps_with_every_cache_equal_the_full_forward(model, padded):
     caches = [
         DynamicCache(),
         DynamicCache(config=model.config),
+        TapeCache(),
         StaticCache(config=model.config, max_cache_len=44),
     ]
     for cache in caches:

@@ -54,10 +54,12 @@ def update_cache(cache: Any, key: Tensor, value: Tensor, state: Tensor | None, l
 def _layer_with_states(cache: Any, layer_idx: int) -> TapeCacheLayer | None:
     if not isinstance(cache, Cache) or cache.offloading:  # offloading moves layers before they get their states
         return None
-    layers = cache.layers
-    if layer_idx == len(layers) and cache.layer_class_to_replicate is DynamicLayer:
-        layers.append(DynamicLayer())
-    if layer_idx < len(layers) and type(layers[layer_idx]) is DynamicLayer and not layers[layer_idx].get_seq_length():
-        layers[layer_idx] = TapeCacheLayer()
-    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    layers, lazily = cache.layers, cache.layer_class_to_replicate
+    while lazily in (DynamicLayer, TapeCacheLayer) and len(layers) <= layer_idx:
+        layers.append(TapeCacheLayer())
+    if layer_idx >= len(layers):
+        return None
+    layer = layers[layer_idx]
+    if type(layer) is DynamicLayer and layer.get_seq_length() == 0:
+        layers[layer_idx] = layer = TapeCacheLayer()
     return layer if isinstance(layer, TapeCacheLayer) else None
