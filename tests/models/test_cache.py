@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -76,7 +78,93 @@ def test_cache_holds_the_states_that_layers_average(make_model, make_tokens):
     for layer, state in zip(updating, out.position_states, strict=False):
         assert torch.equal(layer.states.expand_as(state), state)
     assert last.states is None, "the last layer updates nothing and must not cache states"
-    assert out.cache.layers[0].states.shape == (2, 1, 5, 8), "the start state is one table for all heads"
+    assert out.cache.layers[0].states.shape == (1, 1, 5, 8), "the start state is one table for all rows and heads"
+
+
+def test_tokens_are_not_copied_each_time(make_model, make_tokens):
+    """Keys, values, states and facts: a few allocations for hundreds of tokens, and at most twice the memory."""
+    model, input_ids = make_model("tape", 2), make_tokens(2, 300)
+    mask = torch.ones(2, 300, dtype=torch.long)
+    cache, addresses = TapeCache(), {}
+    with torch.no_grad():
+        for end in range(1, 301):
+            model(input_ids[:, end - 1 : end], attention_mask=mask[:, :end], cache=cache, logits_to_keep=1)
+            layer = cache.layers[1]
+            held = [layer.keys, layer.values, layer.states, cache.position_ids, cache.segment_ids, cache.input_ids]
+            for index, tensor in enumerate(held):
+                addresses.setdefault(index, set()).add(tensor.data_ptr())
+                if end > 1:
+                    assert tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()
+    assert len(addresses) == 6
+    assert all(len(seen) <= 10 for seen in addresses.values())
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_copies_go_on_alone(any_model, make_tokens, full, make_copy):
+    """One prompt, three continuations, token by token in turn, one of them after a cut."""
+    prompt, *others = (make_tokens(2, length, seed=length) for length in (9, 20, 21, 22))
+    cache = TapeCache()
+    decode(any_model, prompt, cache, 4)
+    caches = [cache, make_copy(cache), make_copy(cache)]
+    caches[2].crop(-2)
+    kept = [9, 9, 7]
+    logits = [[], [], []]
+    for column in range(20):
+        for index in range(3):
+            logits[index].append(decode(any_model, others[index][:, column : column + 1], caches[index], 1))
+    for index in range(3):
+        text = torch.cat([prompt[:, : kept[index]], others[index][:, :20]], dim=1)
+        assert caches[index].get_seq_length() == kept[index] + 20
+        assert_close(torch.cat(logits[index], dim=1), full(any_model, text)[:, kept[index] :])
+
+
+def test_tensors_that_were_handed_out_stay(make_model, make_tokens):
+    model, cache = make_model("tape", 2), TapeCache()
+    decode(model, make_tokens(2, 12), cache, 5)
+    held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.states)]
+    held = [t for t in [*held, cache.position_ids, cache.input_ids] if t is not None]
+    before = [tensor.clone() for tensor in held]
+    twin = copy.copy(cache)
+    cache.crop(-4)
+    decode(model, make_tokens(2, 30, seed=1), cache, 1)
+    decode(model, make_tokens(2, 3, seed=2), twin, 1)
+    for tensor, expected in zip(held, before, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_one_table_serves_all_rows_until_their_positions_differ(make_model, make_tokens, full):
+    model, input_ids = make_model("tape", 2), make_tokens(3, 30)
+    cache = TapeCache()
+    first = decode(model, input_ids[:, :20], cache, 1)
+    assert cache.layers[0].states.shape == (1, 1, 20, 8)
+    assert cache.position_ids.shape == (1, 20)
+    positions = torch.arange(20, 30) + torch.tensor([[0], [3], [5]])
+    with torch.no_grad():
+        rest = model(input_ids[:, 20:], position_ids=positions, cache=cache).logits
+    assert cache.layers[0].states.shape == (3, 1, 30, 8)
+    assert_close(torch.cat([first, rest], dim=1)[:1], full(model, input_ids[:1]))
+    joined = torch.cat([torch.arange(20).expand(3, -1), positions], dim=1)
+    assert_close(rest, full(model, input_ids, position_ids=joined)[:, 20:])
+
+
+def test_a_refusal_leaves_no_trace(make_model, make_tokens, full):
+    model, input_ids = make_model("learned", 2, max_position_embeddings=12), make_tokens(1, 12)
+    cache = TapeCache()
+    decode(model, input_ids[:, :10], cache, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="12"):
+            model(make_tokens(1, 5, seed=1), cache=cache)
+    assert_close(decode(model, input_ids[:, 10:], cache, 1), full(model, input_ids)[:, 10:])
+
+
+def test_gradients_after_a_prompt_without_them(make_model, make_tokens):
+    """A prompt is read and continued without gradients, then trained on: nothing that autograd keeps is written to."""
+    model, input_ids, cache = make_model("tape", 2).train(), make_tokens(1, 9), TapeCache()
+    decode(model, input_ids[:, :5], cache, 1)
+    first = model(input_ids[:, 5:7], cache=cache).logits.sum()
+    second = model(input_ids[:, 7:], cache=cache).logits.sum()
+    (first + second).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("cut", [1, 4, 10])

@@ -12,11 +12,16 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from tape_pe.convert.caches import Seen, update_cache
 from tape_pe.convert.form import RotaryForm
+from tape_pe.convert.masks import Visibility, visibility
 from tape_pe.ops import positional_attention
+from tape_pe.ops.backends import select_backend
 
 # What converted attention layers call; the model's own choice stays in its config.
 IMPLEMENTATION = "tape"
+# What transformers' attention functions can be asked for and this package's cannot do.
+EXTRAS = ("softcap", "position_bias", "s_aux")
 
 
 class Attending(Protocol):
@@ -32,8 +37,7 @@ class Attending(Protocol):
 class LayerStates:
     """The states of one layer during one forward pass.
 
-    It stands where the attention expects its cache: keys are rotated where they enter it, and cached values are
-    widened by the states, `[v | z]`, so that every cache of transformers keeps, crops and reorders them together.
+    It stands where the attention expects its cache, because keys are rotated where they enter it.
 
     Attributes:
         averaged: after attention, its average of the states per query head, `[B, H, N, Dr]`; `None` unless asked for.
@@ -45,15 +49,17 @@ class LayerStates:
         self.averages = averages
         self.cache = cache
         self.averaged: Tensor | None = None
+        self.seen: Seen | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotated keys `[B, Hkv, Nk, D]` and values `[B, Hkv, Nk, Dv]` or, with a cache, wide ones, of all tokens."""
+        """Rotated keys `[B, Hkv, Nk, D]` and values `[B, Hkv, Nk, Dv]` of all tokens."""
         key = self.form.rotate(key, self.state)
+        state = self.state.to(value.dtype) if self.averages else None
         if self.cache is None:
-            return key, value
-        if self.averages:
-            value = torch.cat([value, self._expanded(value)], dim=-1)
-        return self.cache.update(key, value, layer_idx)
+            self.seen = Seen(key, value, state)
+        else:
+            self.seen = update_cache(self.cache, key, value, state, layer_idx)
+        return self.seen.key, self.seen.value
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -62,23 +68,26 @@ class LayerStates:
         query = self.form.rotate(query, self.state)
         if not self.averages:
             return _implementation_of(module)(module, query, key, value, attention_mask, **kwargs)
-        if self.cache is None:
-            state = self._expanded(value)
-        else:
-            value, state = value.split([value.shape[-1] - self.form.rotary_dim, self.form.rotary_dim], dim=-1)
-        output, self.averaged, weights = _attend(module, query, key, value, state, attention_mask, kwargs)
+        assert self.seen is not None
+        output, self.averaged, weights = _attend(
+            module, query, self.seen._replace(key=key, value=value), attention_mask, kwargs
+        )
         return output, weights
-
-    def _expanded(self, value: Tensor) -> Tensor:
-        """The states of the new tokens as values, `[B, Hkv, N, Dr]`."""
-        return self.state.to(value.dtype).expand(*value.shape[:2], -1, -1)
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, state: Tensor, mask: Any, kwargs: dict[str, Any]
+    module: Any, query: Tensor, seen: Seen, mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output `[B, N, H, Dv]`, averaged state `[B, H, N, Dr]` and weights."""
-    attention, implementation = _implementation_of(module), module.config.base._attn_implementation
+    key, value, state, wide = seen
+    assert state is not None
+    implementation, backend = module.config.base._attn_implementation, select_backend(query.device).name
+    plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in EXTRAS)
+    if implementation == "sdpa" and plain and backend != "sdpa":
+        output, averaged = _as_sdpa(module, query, seen, mask, kwargs, joined=backend == "blockwise")
+        return output.transpose(1, 2), averaged, None
+    attention = _implementation_of(module)
+    state = state.expand(*value.shape[:2], -1, -1)
     if implementation == "eager":
         # The output is the model's own to the last bit: a wider product could be rounded in another way.
         output, weights = attention(module, query, key, value, mask, **kwargs)
@@ -87,32 +96,42 @@ def _attend(
         return output, torch.matmul(grouped, state[:, :, None]).flatten(1, 2), weights
     if implementation == "flex_attention" or kwargs.get("dropout"):
         # One call, with one set of weights; dropout must drop the same ones for values and states.
-        wide, weights = attention(module, query, key, torch.cat([value, state], dim=-1), mask, **kwargs)
-        output, averaged = wide.split([value.shape[-1], state.shape[-1]], dim=-1)
+        wide = torch.cat([value, state], dim=-1) if wide is None else wide
+        output, weights = attention(module, query, key, wide, mask, **kwargs)
+        output, averaged = output.split([value.shape[-1], state.shape[-1]], dim=-1)
         return output, averaged.transpose(1, 2), weights
-    if implementation == "sdpa" and mask is None and _is_plain(module, query, kwargs):
-        # Without a mask, of several new tokens the first keys are theirs (transformers' convention for static caches).
-        length = query.shape[2] if query.shape[2] > 1 else key.shape[2]
-        # Under autocast, rotated queries and keys are wider than values; sdpa would round them in the same way.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        result = positional_attention(
-            query, key[:, :, :length], value[:, :, :length], state[:, :, :length], scale=kwargs.get("scaling")
-        )
-        assert result.averaged_state is not None
-        return result.output.transpose(1, 2), result.averaged_state, None
     # sdpa on CPU and flash kernels want values as wide as keys, or narrower: wider ones would be slow, or cut off.
     output, weights = attention(module, query, key, value, mask, **kwargs)
     averaged, _ = attention(module, query, key, state, mask, **kwargs)
     return output, averaged.transpose(1, 2), weights
 
 
-def _is_plain(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether this is causal attention with nothing but a scale, on a device where this package's own is faster."""
-    is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    extras = ("softcap", "position_bias", "s_aux")
-    return query.device.type == "cpu" and bool(is_causal) and all(kwargs.get(name) is None for name in extras)
+def _as_sdpa(
+    module: Any, query: Tensor, seen: Seen, mask: Any, kwargs: dict[str, Any], *, joined: bool
+) -> tuple[Tensor, Tensor]:
+    """What transformers' sdpa attention would compute, by this package's: `[B, H, N, Dv]` and `[B, H, N, Dr]`."""
+    key, value, state, wide = seen
+    assert state is not None
+    sizes = [value.shape[-1], state.shape[-1]]
+    if wide is not None and joined:
+        # One product with whole rows takes half the time of two with their halves.
+        value, state = wide, None
+    # Under autocast, rotated queries and keys are wider than values; sdpa would round them in the same way.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if mask is not None:
+        visible = visibility(mask, query.dtype)
+    else:
+        causal = kwargs.get("is_causal")
+        visible = Visibility(causal=bool(getattr(module, "is_causal", True) if causal is None else causal))
+        if visible.causal and 1 < query.shape[2] < key.shape[2]:
+            # The first keys are those of the new tokens: the static cache was empty.
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+            state = None if state is None else state[:, :, : query.shape[2]]
+    result = positional_attention(query, key, value, state, scale=kwargs.get("scaling"), **visible._asdict())
+    if result.averaged_state is not None:
+        return result.output, result.averaged_state
+    output, averaged = result.output.split(sizes, dim=-1)
+    return output, averaged
 
 
 def _implementation_of(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from tape_pe.encodings import Tokens
+from tape_pe.models.growing import GrowingTensor, GrowingTokens
 
 
 class CachedTokens(NamedTuple):
@@ -18,7 +19,7 @@ class CachedTokens(NamedTuple):
     Attributes:
         key: rotated, `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
-        state: the states that the layer read, `[B, Hkv | 1, N, Ds]`, or `None` where it averages none.
+        state: the states that the layer read, `[B | 1, Hkv | 1, N, Ds]`, or `None` where it averages none.
     """
 
     key: Tensor
@@ -26,63 +27,55 @@ class CachedTokens(NamedTuple):
     state: Tensor | None
 
 
-class TapeCacheLayer(DynamicLayer):
-    """One layer of a `TapeCache`: what `DynamicLayer` holds, and the layer's input states."""
+class TapeCacheLayer(GrowingTokens, DynamicLayer):
+    """One layer of a `TapeCache`: what `DynamicLayer` holds, and the layer's input states.
+
+    Attributes:
+        states: as in `CachedTokens`. The table of layer 0 has one head, and one row where all rows share positions.
+    """
+
+    own_names = ("states",)
+    growing_dim = -2
 
     def __init__(self) -> None:
         super().__init__()
+        self._growing = {}
         self.states: Tensor | None = None
 
-    def append(self, key: Tensor, value: Tensor, state: Tensor | None) -> CachedTokens:
-        """Adds new tokens and returns all of them."""
-        is_first = self.get_seq_length() == 0
-        keys, values = self.update(key, value)
-        if state is not None:
-            state = state.expand(key.shape[0], -1, -1, -1)  # the table of layer 0 may be one for the whole batch
-            self.states = state if is_first or self.states is None else torch.cat([self.states, state], dim=-2)
-        return CachedTokens(keys, values, self.states if state is not None else None)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Adds new keys and values and returns all of them."""
+        self.device, self.is_initialized = key_states.device, True
+        keys, values = self.grown("keys", key_states), self.grown("values", value_states)
+        return self.hold("keys", keys), self.hold("values", values)
 
-    def reset(self) -> None:
-        super().reset()
-        self.states = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if tokens_to_remove < 0 and self.states is not None:
-            self.states = self.states[..., :tokens_to_remove, :]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self.states is not None:
-            self.states = self.states.index_select(0, beam_idx.to(self.states.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.states is not None:
-            self.states = self.states.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.states is not None:
-            self.states = self.states[indices, ...]
+    def append_state(self, state: Tensor) -> Tensor:
+        """Adds the states of new tokens and returns those of all tokens."""
+        return self.hold("states", self.grown("states", state))
 
 
-class TapeCache(Cache):
+class TapeCache(GrowingTokens, Cache):
     """Cache of a `TapeLMForCausalLM`, for `generate` and for loops of your own.
 
     Besides what every layer keeps, it remembers of each cached token its position, its id, and the document it belongs
     to (or that it is padding), so later calls need neither a mask for the past nor document ids.
 
+    Tokens are written into memory that doubles when it is full (`tape_pe.models.growing`). No tensor that a cache
+    handed out ever changes; `copy.copy` and `copy.deepcopy` make caches that go on independently, the former without
+    copying what is there before one of them needs to.
+
     Attributes:
-        position_ids: `[B, N]`.
-        segment_ids: `[B, N]`, -1 for padding, or `None` where all tokens of a row see each other.
-        input_ids: `[B, N]`, or `None` where embeddings were given.
+        position_ids: `[B | 1, N]`.
+        segment_ids: `[B | 1, N]`, -1 for padding, or `None` where all tokens of a row see each other.
+        input_ids: `[B | 1, N]`, or `None` where embeddings were given.
     """
 
-    _FACTS = ("position_ids", "segment_ids", "input_ids")
+    own_names = ("position_ids", "segment_ids", "input_ids")
+    growing_dim = 1
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=TapeCacheLayer)
+        self._growing = {}
+        self._joined: dict[str, GrowingTensor] = {}
         self.position_ids: Tensor | None = None
         self.segment_ids: Tensor | None = None
         self.input_ids: Tensor | None = None
@@ -91,38 +84,42 @@ class TapeCache(Cache):
         """Adds the new tokens of layer `layer_idx`, and returns all tokens that it attends to."""
         while len(self.layers) <= layer_idx:
             self.layers.append(TapeCacheLayer())
-        return self.layers[layer_idx].append(key, value, state)
+        layer = self.layers[layer_idx]
+        keys, values = layer.update(key, value)
+        return CachedTokens(keys, values, None if state is None else layer.append_state(state))
 
-    def join_tokens(self, new: Tokens, batch_size: int) -> Tokens:
-        """The cached tokens followed by new ones, whose positions and ids may be one row for all `batch_size` rows.
+    def join_tokens(self, new: Tokens) -> Tokens:
+        """The cached tokens followed by new ones, whose positions and ids may be one row for all rows.
 
         The cache stays as it is until `remember`: what an encoding refuses must leave no trace.
         """
         past = self.get_seq_length()
-
-        def joined(cached: Tensor | None, added: Tensor) -> Tensor:
-            added = added.expand(batch_size, -1)
-            return added if not past or cached is None else torch.cat([cached, added], dim=1)
-
-        position_ids = joined(self.position_ids, new.position_ids)
-        segment_ids = None if new.segment_ids is None else self.join_segments(new.segment_ids)
-        input_ids = None
+        joined = {"position_ids": self.grown("position_ids", new.position_ids)}
+        if past and self.segment_ids is None and new.segment_ids is not None:
+            self.segment_ids = new.segment_ids.new_zeros(1, past)  # says what `None` did
+        if new.segment_ids is not None:
+            joined["segment_ids"] = self.grown("segment_ids", new.segment_ids)
         if new.input_ids is not None and (not past or self.input_ids is not None):
-            input_ids = joined(self.input_ids, new.input_ids)
-        assert position_ids.shape[1] == past + new.num_new
-        return Tokens(position_ids, new.num_new, segment_ids, input_ids)
+            joined["input_ids"] = self.grown("input_ids", new.input_ids)
+        self._joined = joined
+        tensors = {name: growing.tensor for name, growing in joined.items()}
+        assert tensors["position_ids"].shape[1] == past + new.num_new
+        return Tokens(num_new=new.num_new, **tensors)
 
     def join_segments(self, segment_ids: Tensor) -> Tensor:
         """Segments of the cached tokens, 0 where they had none, followed by those of new ones, `[B, N]`."""
         past = self.get_seq_length()
-        if not past:
-            return segment_ids
-        cached = segment_ids.new_zeros(segment_ids.shape[0], past) if self.segment_ids is None else self.segment_ids
-        return torch.cat([cached, segment_ids], dim=1)
+        cached = segment_ids.new_zeros(1, past) if self.segment_ids is None else self.segment_ids
+        return torch.cat([cached.expand(segment_ids.shape[0], -1), segment_ids], dim=1)
 
-    def remember(self, tokens: Tokens) -> None:
+    def remember(self) -> None:
         """Keeps what `join_tokens` returned, before any layer adds its part of the new tokens."""
-        self.position_ids, _, self.segment_ids, self.input_ids = tokens
+        for name in self.own_names:
+            if name in self._joined:
+                self.hold(name, self._joined[name])
+            else:
+                setattr(self, name, None)
+        self._joined = {}
 
     def last_segment(self) -> Tensor | None:
         """The segment of each row's last real token, `[B, 1]`, which new tokens go on with; `None` without segments."""
@@ -131,34 +128,7 @@ class TapeCache(Cache):
         last_real = (self.segment_ids >= 0).long().cumsum(dim=1).argmax(dim=1, keepdim=True)
         return self.segment_ids.gather(1, last_real).clamp(min=0)
 
-    def _change_facts(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name in self._FACTS:
-            if (fact := getattr(self, name)) is not None:
-                setattr(self, name, change(fact))
-
-    def reset(self) -> None:
-        """Empties the cache."""
-        super().reset()
-        for name in self._FACTS:
-            setattr(self, name, None)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens (a number <= 0, as transformers counts)."""
-        super().crop(tokens_to_remove)
-        if tokens_to_remove < 0:
-            self._change_facts(lambda fact: fact[:, :tokens_to_remove])
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Puts the rows `beam_idx` in the place of the present ones, for beam search."""
-        super().reorder_cache(beam_idx)
-        self._change_facts(lambda fact: fact.index_select(0, beam_idx.to(fact.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        self._change_facts(lambda fact: fact.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`."""
-        super().batch_select_indices(indices)
-        self._change_facts(lambda fact: fact[indices, ...])
+    def __copy__(self) -> TapeCache:
+        twin = super().__copy__()
+        twin.layers = [copy.copy(layer) for layer in self.layers]
+        return twin

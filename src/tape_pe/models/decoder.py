@@ -245,7 +245,7 @@ class TapeLMModel(TapeLMPreTrainedModel):
         state = None if state is None else state.to(dtype)
         bias = prepare_bias(self.encoding.bias(tokens, wide), hidden_states.device)
         if cache is not None:
-            cache.remember(tokens)  # only now: encodings may refuse tokens, and then the cache must be as before
+            cache.remember()  # only now: encodings may refuse tokens, and then the cache must be as before
         all_hidden, all_weights, all_states = [], [], []
         for layer in self.layers:
             all_hidden.append(hidden_states)

@@ -55,7 +55,7 @@ def resolve_tokens(
     if position_ids is None:
         position_ids = _default_positions(segment_ids, num_tokens, past, cache, device)
     tokens = Tokens(position_ids, num_tokens, segment_ids, input_ids)
-    return tokens if cache is None else cache.join_tokens(tokens, batch_size)
+    return tokens if cache is None else cache.join_tokens(tokens)
 
 
 def _default_positions(
