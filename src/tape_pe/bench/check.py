@@ -61,25 +61,23 @@ def measure_targets(options: BenchOptions) -> Measured:
     yield from bench.memory()
 
 
-
-
-def _exact(value: float, note: str = "", **details: Any) -> Figure:
-    return Figure(Spread(value, value, value, 1), note, details=details)
+def _exact(value: float, note: str = "", details: Mapping[str, Any] | None = None) -> Figure:
+    return Figure(Spread(value, value, value, 1), note, details=details or {})
 
 
 def _counted() -> Measured:
     """What is the same on every machine."""
     rope, tape = (flops.count(PUBLISHED, name) for name in (BASELINE, "tape"))
     note = f"{tape.forward / 1e9:.2f} G to {rope.forward / 1e9:.2f} G"
-    yield "flops", _exact(tape.forward / rope.forward, note, tape=tape.forward, rope=rope.forward)
+    yield "flops", _exact(tape.forward / rope.forward, note, {"tape": tape.forward, "rope": rope.forward})
     yield "parameters", _exact((tape.parameters - rope.parameters) / 1e6)
     cpu = torch.device("cpu")
     saved = {str(variant): storage.saved_by_layer(SHAPE, variant, cpu) for variant in variants(["tape"], cpu)}
     baseline = min(size for name, size in saved.items() if name.startswith(BASELINE))
-    yield "saved", _exact(next(reversed(saved.values())) / baseline, **saved)
+    yield "saved", _exact(next(reversed(saved.values())) / baseline, details=saved)
     cached = {name: storage.cached_bytes(replace(PUBLISHED, length=64), name) for name in (BASELINE, "tape")}
     most = max(one / other for one, other in zip(cached["tape"], cached[BASELINE], strict=True))
-    yield "cache", _exact(sum(cached["tape"]) / sum(cached[BASELINE]), f"{most:.2f} in a middle layer", **cached)
+    yield "cache", _exact(sum(cached["tape"]) / sum(cached[BASELINE]), f"{most:.2f} in a middle layer", cached)
 
 
 class _Bench:
@@ -93,11 +91,11 @@ class _Bench:
         self.tape = str(self.variants[-1])
         self.layer_seconds: dict[str, float] = {}
 
-    def interleaved(self, calls: Mapping[str, Call], *, rounds: int = ROUNDS, warm_up: int = 2) -> Timings:
+    def interleaved(self, calls: Mapping[str, Call], rounds: int = ROUNDS) -> Timings:
         options = self.options
         assert options.seconds is not None
         how: dict[str, Any] = {"threads": self.threads, "clock": options.clock, "seed": options.seed}
-        return interleave(calls, seconds=options.seconds, rounds=rounds, warm_up=warm_up, **how)
+        return interleave(calls, seconds=options.seconds, rounds=rounds, **how)
 
     def baseline(self, timings: Timings) -> str:
         """RoPE on the faster of its backends."""
@@ -134,14 +132,12 @@ class _Bench:
 
     def step(self) -> Measured:
         calls = decoders.decoder(STEP, "step", self.device, self.variants)
-        timings = self.interleaved(calls, rounds=STEP_ROUNDS, warm_up=1)
+        timings = self.interleaved(calls, STEP_ROUNDS)
         yield "step", self.against_rope(timings)
         baseline, more = self.baseline(timings), PUBLISHED.layers - STEP.layers
-        whole = {
-            name: timings.time(name).median + more * self.layer_seconds[name] for name in (self.tape, baseline)
-        }
+        whole = {name: timings.time(name).median + more * self.layer_seconds[name] for name in (self.tape, baseline)}
         note = f"not measured: the step above and {more} times the layer's forward+backward"
-        yield "step_12", _exact(whole[self.tape] / whole[baseline], note, **whole)
+        yield "step_12", _exact(whole[self.tape] / whole[baseline], note, whole)
 
     def generation(self) -> Measured:
         totals, growths, passes = [], [], []
@@ -171,12 +167,10 @@ class _Bench:
             longer, shorter = peaks[2 * index : 2 * index + 2]
             note = f"{longer / 2**20:,.0f} MiB to {shorter / 2**20:,.0f} MiB"
             details = dict(zip(map(str, reversed(MEMORY_LENGTHS)), (longer, shorter), strict=True))
-            yield f"memory_{name}", _exact(longer / shorter, note, **details)
+            yield f"memory_{name}", _exact(longer / shorter, note, details)
 
 
-def generation_seconds(
-    shape: Shape, chosen: list[Variant], threads: int, seed: int
-) -> dict[str, list[float]]:
+def generation_seconds(shape: Shape, chosen: list[Variant], threads: int, seed: int) -> dict[str, list[float]]:
     """Seconds of each step of generation by variant, the first of which reads the prompt.
 
     The variants take turns at every token, in an order that is drawn anew.

@@ -54,12 +54,12 @@ def layer_inputs(shape: Shape, encoding: str, device: torch.device) -> LayerInpu
     first = model.layers[0](hidden, state, bias, tokens=tokens)
     if (state := first.state) is not None:
         state = state.detach().requires_grad_(state.requires_grad)
-    return LayerInputs(model.layers[_MIDDLE], first.hidden_states.detach().requires_grad_(), state, bias, tokens)
+    return LayerInputs(_middle(model), first.hidden_states.detach().requires_grad_(), state, bias, tokens)
 
 
 def layer(shape: Shape, phase: str, device: torch.device, chosen: Sequence[Variant]) -> Calls:
     """A layer of each variant."""
-    made = {name: _decode if phase == "decode" else _pass for name in {variant.encoding for variant in chosen}}
+    made = dict.fromkeys({variant.encoding for variant in chosen}, _decode if phase == "decode" else _pass)
     calls = {}
     for name, make in made.items():
         build = make(shape, name, phase, device)
@@ -89,7 +89,7 @@ def _decode(shape: Shape, encoding: str, phase: str, device: torch.device) -> Ca
     model = _model(shape, encoding, device)
     tokens = _tokens(shape.length + 1, 1, device)
     start, bias = _start(model, tokens, shape)
-    layer = model.layers[_MIDDLE]
+    layer = _middle(model)
 
     def random(heads: int, count: int, channels: int) -> Tensor:
         values = torch.randn(shape.batch_size, heads, count, channels, device=device)
@@ -123,6 +123,12 @@ def _model(shape: Shape, encoding: str, device: torch.device) -> TapeLMModel:
         model = TapeLMModel(config)
     randomize(model)
     return model.to(device, shape.torch_dtype)
+
+
+def _middle(model: TapeLMModel) -> DecoderLayer:
+    layer = model.layers[_MIDDLE]
+    assert isinstance(layer, DecoderLayer)
+    return layer
 
 
 def _tokens(count: int, new: int, device: torch.device) -> Tokens:

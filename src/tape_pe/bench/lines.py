@@ -27,8 +27,6 @@ def machine(device: str) -> dict[str, Any]:
     return {"device": kind.type, "name": name, "cores": os.cpu_count()}
 
 
-
-
 @cache
 def _origin() -> tuple[str | None, dict[str, str]]:
     return git_revision(), library_versions()

@@ -44,9 +44,7 @@ def rotation(shape: Shape, phase: str, device: torch.device) -> Calls:
     state = table.expand(shape.batch_size, shape.kv_heads, -1, -1).contiguous().requires_grad_()
 
     def call(state: Tensor) -> Callable[[], Any]:
-        return _phase_call(
-            phase, lambda: (rotate(query, state), rotate(key, state)), [query, key, *_learned(state)]
-        )
+        return _phase_call(phase, lambda: (rotate(query, state), rotate(key, state)), [query, key, *_learned(state)])
 
     return {str(ROPE): call(table), str(TAPE): call(state)}
 
@@ -127,11 +125,11 @@ def einsum_update(
 ) -> tuple[Tensor, Tensor]:
     """The update of the equations, e2 = e1 + W_down diag(g) W_up e1 with e1 = e + W_mix A e, on whole tables: the
     yardstick. As published, cosines and sines are carried apart, each with an `[N, I, D]` intermediate."""
-    weights = {"mix": inputs.mix, "up": inputs.up, "down": inputs.down}
-    return (
-        reference.contextualize(cosines, averaged_cosines, inputs.gate, **weights),
-        reference.contextualize(sines, averaged_sines, inputs.gate, **weights),
-    )
+
+    def updated(table: Tensor, averaged: Tensor) -> Tensor:
+        return reference.contextualize(table, averaged, inputs.gate, mix=inputs.mix, up=inputs.up, down=inputs.down)
+
+    return updated(cosines, averaged_cosines), updated(sines, averaged_sines)
 
 
 def _projections(shape: Shape, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

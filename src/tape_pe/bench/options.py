@@ -60,7 +60,9 @@ class Shape:
         Raises:
             ValueError: sizes that no decoder with this encoding can have.
         """
-        options = {"position_size": self.position_size} if encoding == "tape" else get_encoding(encoding).example_options
+        options = (
+            {"position_size": self.position_size} if encoding == "tape" else get_encoding(encoding).example_options
+        )
         return TapeLMConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.heads * self.head_dim,
@@ -104,7 +106,7 @@ class BenchOptions:
         position_size: I, width of TAPE's position MLP; default: 4 * Hkv.
         new_tokens: tokens to generate.
         memory_lengths: lengths at which a process of its own measures the peak memory of a model; `[]` for none.
-        seconds: time to spend on each comparison, after warming up; default: 0.4, and 4 to check the targets.
+        seconds: time to spend on each comparison, after warming up; default: 0.3, and 4 to check the targets.
         rounds: least number of rounds of each comparison, however long they take.
         clock: `"wall"`, or `"cpu"`: the time that the process had the CPU, which other processes disturb less.
         device: such as `cpu` or `cuda`; default: the GPU if any.
@@ -118,7 +120,7 @@ class BenchOptions:
     phases: tuple[str, ...] = PHASES
     encodings: tuple[str, ...] = ("rope", "tape")
     backends: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = (128, 256, 512, 1024)
+    lengths: tuple[int, ...] = (128, 512, 1024)
     batch_sizes: tuple[int, ...] = (1,)
     heads: tuple[int, ...] = (12,)
     kv_heads: tuple[int, ...] = ()

@@ -60,7 +60,7 @@ class _WatchedCache(TapeCache):
 
 @torch.no_grad()
 def cached_bytes(shape: Shape, encoding: str) -> list[float]:
-    """Bytes per token and row that a cache holds for each layer of a decoder.
+    """Bytes per token and row that a cache holds, for each layer of a decoder.
 
     They are those of the tensors that attention reads; memory that a cache has set aside for later tokens does not
     count, nor does what several heads, rows or layers share count twice.
@@ -75,7 +75,7 @@ def cached_bytes(shape: Shape, encoding: str) -> list[float]:
     for layer in sorted(cache.handed_out):
         total = 0
         for tensor in cache.handed_out[layer]:
-            if tensor is None or (place := (tensor.data_ptr(), tensor.storage_offset())) in seen:
+            if tensor is None or (place := (tensor.data_ptr(), int(tensor.storage_offset()))) in seen:
                 continue
             seen.add(place)
             total += distinct_bytes(tensor)

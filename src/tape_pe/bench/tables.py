@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,14 @@ def seconds_text(seconds: float) -> str:
 def bytes_text(count: float) -> str:
     """A size for people."""
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count:,.0f} B"
+
+
+def latest(lines: Sequence[Cost]) -> list[Cost]:
+    """Of several lines of the same thing the last one, in order of their first."""
+    found: dict[str, Cost] = {}
+    for line in lines:
+        found[json.dumps([line.kind, line.name, line.settings], sort_keys=True)] = line
+    return list(found.values())
 
 
 def time_groups(lines: Sequence[Cost]) -> Iterator[tuple[str, list[Cost]]]:
@@ -71,7 +80,7 @@ def time_table(title: str, lines: Sequence[Cost]) -> Table:
                 Cell(f"{seconds_text(seconds.low)} to {seconds_text(seconds.high)}"),
                 Cell("1" if is_baseline else f"{ratio.median:.2f}", ratio.median),
                 Cell(MISSING if is_baseline else f"{ratio.low:.2f} to {ratio.high:.2f}"),
-                Cell(str(seconds.count), seconds.count),
+                Cell(str(seconds.values), seconds.values),
             ]
         )
     headers = ["Variant", "Length", "Time", "Quartiles", "Ratio", "Quartiles of the ratio", "Rounds"]
@@ -99,7 +108,7 @@ def figures_of(lines: Sequence[Cost]) -> dict[str, Figure]:
     for line in lines:
         if line.kind == "target":
             metrics = line.metrics
-            value = Spread(metrics["median"], metrics["low"], metrics["high"], metrics["count"])
+            value = Spread(metrics["median"], metrics["low"], metrics["high"], metrics["values"])
             found[line.name] = Figure(value, metrics["note"], metrics["allowance"], metrics["details"])
     return found
 
@@ -111,13 +120,9 @@ def _rows(lines: Sequence[Cost], kind: str, value: str) -> Iterator[tuple[Cost, 
         ropes = [
             other.metrics[value]
             for other in chosen
-            if other.name.partition(" ")[0] == BASELINE and _sizes(other) == _sizes(line)
+            if other.name.partition(" ")[0] == BASELINE and other.settings == line.settings
         ]
         yield line, line.metrics[value] / min(ropes) if ropes else float("nan")
-
-
-def _sizes(line: Cost) -> dict[str, Any]:
-    return dict(line.settings)
 
 
 def _shape(line: Cost) -> list[Cell]:
@@ -144,7 +149,7 @@ def _saved(lines: Sequence[Cost]) -> Table:
 
 
 def _cache(lines: Sequence[Cost]) -> Table:
-    return _bytes_table(lines, "cache", "bytes_per_token", "Cache of the decoder", "Per token, all layers")
+    return _bytes_table(lines, "cache", "bytes_per_token", "Cache of a middle layer", "Per token")
 
 
 def _memory(lines: Sequence[Cost]) -> Table:

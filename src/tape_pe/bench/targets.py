@@ -135,7 +135,7 @@ def verdict_table(found: Iterable[Verdict]) -> Table:
         if figure is not None:
             value, digits, note = figure.value, target.digits, figure.note
             measured = f"{value.median:.{digits}f}"
-            quartiles = f"{value.low:.{digits}f} to {value.high:.{digits}f}" if value.count > 1 else "exact"
+            quartiles = f"{value.low:.{digits}f} to {value.high:.{digits}f}" if value.values > 1 else "exact"
             if figure.allowance:
                 bound += f" + {figure.allowance:.{digits}f}"
         rows.append([*map(Cell, (target.what, bound, measured, quartiles, verdict.word, target.source, note))])

@@ -15,8 +15,8 @@ from torch.utils.benchmark import timer
 from torch.utils.benchmark.utils.common import set_torch_threads
 
 Call = Callable[[], Any]
-WARM_UP_CALLS = 2
 SHORTEST = 0.005  # seconds; shorter calls are repeated, so that reading the clock does not count
+LONG = 0.3  # seconds; one call of that length warms up as well as two
 
 
 class Spread(NamedTuple):
@@ -26,18 +26,13 @@ class Spread(NamedTuple):
         median: the median.
         low: first quartile.
         high: third quartile.
-        count: number of values.
+        values: number of values.
     """
 
     median: float
     low: float
     high: float
-    count: int
-
-    @property
-    def width(self) -> float:
-        """The distance of the quartiles."""
-        return self.high - self.low
+    values: int
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -77,9 +72,8 @@ def interleave(
     rounds: int = 5,
     clock: str = "wall",
     seed: int = 0,
-    warm_up: int = WARM_UP_CALLS,
 ) -> Timings:
-    """Times several calls in rounds: each once in a round, in an order that is drawn anew.
+    """Times several calls in rounds, after warming them up: each once in a round, in an order that is drawn anew.
 
     Args:
         calls: what to time, by variant.
@@ -89,7 +83,6 @@ def interleave(
         rounds: least number of rounds, however long they take.
         clock: `"wall"`, or `"cpu"` for the time of this process.
         seed: of the orders.
-        warm_up: calls of each variant before the rounds.
 
     Returns:
         Seconds of one call, for each round and variant.
@@ -101,8 +94,10 @@ def interleave(
     with set_torch_threads(threads):
         repeats = {}
         for name, call in calls.items():
-            took = [measure(call, 1) for _ in range(warm_up)]
-            repeats[name] = math.ceil(SHORTEST / max(took[-1], 1e-7)) if took and took[-1] < SHORTEST else 1
+            took = measure(call, 1)
+            if took < LONG:
+                took = measure(call, 1)
+            repeats[name] = max(1, math.ceil(SHORTEST / max(took, 1e-7)))
         gc.collect()
         gc.disable()
         try:
