@@ -104,7 +104,7 @@ def test_decoding_leaves_the_cache_as_it_was():
 def test_generation_takes_a_time_for_every_token():
     shape = Shape(length=40, heads=2, kv_heads=2, head_dim=8, intermediate_size=8, vocab_size=32, new_tokens=3)
     chosen = [Variant("rope", "sdpa"), Variant("tape", "blockwise")]
-    seconds = generation_seconds(shape, chosen, 1, 0)
+    seconds = generation_seconds(shape, chosen)
     assert set(seconds) == {"rope (sdpa)", "tape (blockwise)"}
     assert all(len(values) == 3 and min(values) > 0 for values in seconds.values())
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from tape_pe.bench import decoders, flops, layers, ops, storage
 from tape_pe.bench.memory import Job, peak_memory
 from tape_pe.bench.options import PUBLISHED, BenchOptions, Shape
 from tape_pe.bench.targets import Figure
-from tape_pe.bench.timing import Call, Spread, Timings, interleave, spread
+from tape_pe.bench.timing import Call, Spread, Timings, clock_of, interleave, spread
 from tape_pe.bench.variants import BASELINE, Variant, forced_backend, variants
 
 SHAPE = Shape()
@@ -142,7 +141,8 @@ class _Bench:
     def generation(self) -> Measured:
         totals, growths, passes = [], [], []
         for number in range(GENERATION_PASSES):
-            seconds = generation_seconds(GENERATION, self.variants, self.threads, self.options.seed + number)
+            how: dict[str, Any] = {"threads": self.threads, "clock": self.options.clock}
+            seconds = generation_seconds(GENERATION, self.variants, seed=self.options.seed + number, **how)
             baseline = min(
                 (str(variant) for variant in self.variants if variant.encoding == BASELINE),
                 key=lambda name: sum(seconds[name]),
@@ -170,12 +170,15 @@ class _Bench:
             yield f"memory_{name}", _exact(longer / shorter, note, details)
 
 
-def generation_seconds(shape: Shape, chosen: list[Variant], threads: int, seed: int) -> dict[str, list[float]]:
+def generation_seconds(
+    shape: Shape, chosen: Sequence[Variant], *, threads: int = 1, clock: str = "wall", seed: int = 0
+) -> dict[str, list[float]]:
     """Seconds of each step of generation by variant, the first of which reads the prompt.
 
     The variants take turns at every token, in an order that is drawn anew.
     """
     device, draw = torch.device("cpu"), random.Random(seed)
+    read = clock_of(clock)
     models = {name: decoders.make_model(shape, name, device) for name in {variant.encoding for variant in chosen}}
     prompt = decoders.make_tokens(shape, device)
     with set_torch_threads(threads):
@@ -183,12 +186,15 @@ def generation_seconds(shape: Shape, chosen: list[Variant], threads: int, seed: 
         for variant in chosen:  # warms up, on a few tokens
             with forced_backend(variant.backend):
                 warm = decoders.Generation(models[variant.encoding], prompt[:, :32])
-                warm.step(), warm.step()
+                warm.step()
+                warm.step()
         seconds: dict[str, list[float]] = {str(variant): [] for variant in chosen}
         for _ in range(shape.new_tokens):
             for variant in draw.sample(chosen, len(chosen)):
                 with forced_backend(variant.backend):
-                    seconds[str(variant)].append(_seconds(running[variant].step))
+                    started = read()
+                    running[variant].step()
+                    seconds[str(variant)].append(read() - started)
     return seconds
 
 
@@ -205,9 +211,3 @@ def growth(seconds: list[float], baseline: list[float]) -> list[float]:
     ratios = [one / other for one, other in zip(seconds[1:], baseline[1:], strict=True)]
     quarter = len(ratios) // 4
     return [last / first for first, last in zip(ratios[:quarter], ratios[-quarter:], strict=True)]
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started

@@ -18,8 +18,8 @@ READING = (
     "with their quartiles, which the pictures shade.",
     "Ratios are to RoPE on the faster of its attention backends, computed in each round; those of the position update, "
     "which RoPE does not have, are to the published equations written as einsums.",
-    "Cost against length is drawn on two logarithmic axes: what grows in proportion to the length rises by one step "
-    "per doubling, what grows with its square by two.",
+    "Time against length is drawn on two logarithmic axes, where every power of the length is a straight line: twice "
+    "the length takes twice the time where it grows in proportion, four times where it grows with the square.",
 )
 
 
@@ -42,8 +42,9 @@ def write_costs_page(output: Path, lines: Sequence[Cost]) -> Path:
         title="What positional encodings cost",
         about=about(lines),
         reading=READING,
-        tables=[*targets, *count_tables(lines)],
+        tables=targets,
         panels=_panels(lines),
+        further_tables=count_tables(lines),
     )
     return write_page(output, page)
 

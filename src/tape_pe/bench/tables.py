@@ -138,7 +138,16 @@ def _flops(lines: Sequence[Cost]) -> Table:
         work = [Cell(f"{metrics[name] / 1e9:,.2f}", metrics[name]) for name in ("forward", "both")]
         parameters = Cell(f"{metrics['parameters']:,}", metrics["parameters"])
         rows.append([Cell(line.name), *_shape(line), *work, Cell(f"{ratio:.3f}", ratio), parameters])
-    headers = ["Encoding", "Length", "Rows", "Heads", "Forward, GFLOP", "With backward, GFLOP", "Ratio", "Parameters"]
+    headers = [
+        "Encoding",
+        "Length",
+        "Rows",
+        "H/Hkv x D",
+        "Forward, GFLOP",
+        "With backward, GFLOP",
+        "Ratio",
+        "Parameters",
+    ]
     return Table(
         "Floating-point operations of the decoder", headers, rows, [False, True, True, *[True] * 5], sortable=False
     )
@@ -161,5 +170,5 @@ def _bytes_table(lines: Sequence[Cost], kind: str, value: str, caption: str, hea
     for line, ratio in _rows(lines, kind, value):
         size = Cell(bytes_text(line.metrics[value]), line.metrics[value])
         rows.append([Cell(line.name), *_shape(line), size, Cell(f"{ratio:.2f}", ratio)])
-    headers = ["Variant", "Length", "Rows", "Heads", header, "Ratio"]
+    headers = ["Variant", "Length", "Rows", "H/Hkv x D", header, "Ratio"]
     return Table(caption, headers, rows, [False, *[True] * 5], sortable=False)

@@ -67,7 +67,7 @@ def _attention(length: int) -> list[Target]:
 
 
 TARGETS = (
-    Target("flops", "FLOPs of the 155M model, forward, N=1024", 1.06, f"{DESIGN}; {PAPER} has 1.139", digits=3),
+    Target("flops", "FLOPs of the 155M model, forward, N=1024", 1.06, f"{DESIGN}; {PAPER} has 1.139", digits=4),
     Target("parameters", "parameters added to the 155M model, M", 0.46, f"{DESIGN}; {PAPER} has 0.44 Mi", digits=3),
     Target("saved", "tensors that a layer saves for backward, N=1024", 1.25, f"{DESIGN}; released code: 2.0 to 2.6"),
     Target("cache", "cache per token, 12 layers", 1.50),

@@ -111,11 +111,16 @@ def interleave(
     return Timings(found)
 
 
+def clock_of(name: str) -> Callable[[], float]:
+    """The clock `"wall"`, which waits for accelerators, or `"cpu"`, the time that this process had the CPU."""
+    return time.process_time if name == "cpu" else timer
+
+
 def _timer(device: torch.device, clock: str) -> Callable[[Call, int], float]:
     """A function of a call and a number of repetitions that returns the seconds of one."""
     if device.type == "cuda":
         return _cuda_seconds
-    read = time.process_time if clock == "cpu" else timer  # the latter waits for accelerators
+    read = clock_of(clock)
 
     def measure(call: Call, repeats: int) -> float:
         started = read()
