@@ -28,14 +28,14 @@ SMALL = [
 
 
 def test_bench_writes_a_table_lines_and_a_page(tmp_path, capsys):
-    output = tmp_path / "new" / "bench.jsonl"
-    assert main(["bench", *SMALL, "--kv_heads", "1", "--output", str(output)]) == 0
+    output, phases = tmp_path / "new" / "bench.jsonl", ["forward+backward", "decode"]
+    assert main(["bench", *SMALL, "--kv_heads", "1", "--phases", ",".join(phases), "--output", str(output)]) == 0
     text = capsys.readouterr().out
     assert "Decoder layer, forward+backward" in text
     assert "Cache of a middle layer" in text
     lines = read_costs(output)
     assert {line.kind for line in lines} == {"count", "cache", "saved", "time"}
-    assert {line.settings["phase"] for line in lines if line.kind == "time"} == set(PHASES)
+    assert {line.settings["phase"] for line in lines if line.kind == "time"} == set(phases)
     assert {line.settings["level"] for line in lines if line.kind == "time"} == {"op", "layer", "model"}
     assert {line.settings["length"] for line in lines if line.kind == "time"} == {8, 16}
     for line in lines:
@@ -149,12 +149,11 @@ def test_an_output_that_is_something_else_is_refused(tmp_path, capsys):
 
 
 def test_peak_memory_is_that_of_the_call():
-    """Attention by the reference builds N x N weights for each head, which 4 N^2 H bytes are a lower bound for."""
+    """Attention by the reference builds N x N weights for each head, 4 N^2 H bytes, and some copies of them."""
     shape = Shape(length=512, heads=2, kv_heads=2, head_dim=8, intermediate_size=8, vocab_size=8, layers=1)
-    jobs = [Job(shape, "forward", Variant("rope", name), "cpu", 1) for name in ("blockwise", "reference")]
-    linear, quadratic = peak_memory(jobs)
-    assert quadratic > 4 * 512**2 * 2
-    assert 0 < linear < quadratic
+    (peak,) = peak_memory([Job(shape, "forward", Variant("rope", "reference"), "cpu", 1)])
+    weights = 4 * 512**2 * 2
+    assert weights < peak < 10 * weights
 
 
 def test_a_process_that_fails_is_an_error(monkeypatch):

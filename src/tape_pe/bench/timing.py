@@ -98,7 +98,6 @@ def interleave(
             if took < LONG:
                 took = measure(call, 1)
             repeats[name] = max(1, math.ceil(SHORTEST / max(took, 1e-7)))
-        gc.collect()
         gc.disable()
         try:
             started = time.perf_counter()
