@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REAL := $(VENV)/.ready-real
 
-.PHONY: help demo test test-real smollm2 lint types format clean
+.PHONY: help demo test test-real smollm2 bench lint types format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,6 +37,11 @@ smollm2: $(REAL)  ## fetch a pretrained model, SmolLM2-135M-Instruct, once (93 M
 
 test-real: smollm2  ## test with that model, and with lm-evaluation-harness
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real tests/language/test_harness.py
+
+bench: $(READY)  ## measure what encodings cost, check the targets, rewrite the tables of docs/performance.md
+	rm -f results/bench.jsonl
+	$(BIN)/tape bench --threads 1 --output results/bench.jsonl
+	$(BIN)/tape bench --check --output results/bench.jsonl; status=$$?; $(BIN)/python experiments/tables.py; exit $$status
 
 lint: $(READY)  ## style and formatting
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""Writes `results/README.md` from the JSON lines beside it: medians over seeds, with the best and the worst seed.
+"""Writes `results/README.md` from the JSON lines beside it: medians over seeds, with the best and the worst seed; and
+the tables of `docs/performance.md`, from `results/bench.jsonl`.
 
 python experiments/tables.py
 """
@@ -6,16 +7,21 @@ python experiments/tables.py
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tape_pe.bench.page import about
+from tape_pe.bench.tables import count_tables, latest, target_table, time_groups, time_table
 from tape_pe.report.parts import MISSING, Cell, Table
 from tape_pe.report.tables import plain_text
-from tape_pe.results import whole_lines
+from tape_pe.results import Cost, read_costs, whole_lines
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 Line = dict[str, Any]
 
 
@@ -118,5 +124,31 @@ small and too briefly trained to look numbers up, so passkey scores near zero sa
 {context_extension()}"""
 
 
+def performance() -> str:
+    """`docs/performance.md` with new tables; the text around them stays."""
+    lines = latest(read_costs(RESULTS / "bench.jsonl"))
+    times = [line for line in lines if line.kind == "time"]
+    counted = [line for line in lines if line.kind not in ("time", "target")]
+    targets = [line for line in lines if line.kind == "target"]
+    tables = {
+        "targets": _costs([target_table(targets)], targets),
+        "counts": _costs(count_tables(counted), counted),
+        "times": _costs([time_table(title, group) for title, group in time_groups(times)], times),
+    }
+    text = PERFORMANCE.read_text(encoding="utf-8")
+    for name, made in tables.items():
+        start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        text = re.sub(f"(?<={start}).*?(?={end})", lambda _, made=made: made, text, count=1, flags=re.DOTALL)
+    return text
+
+
+def _costs(tables: list[Table], lines: list[Cost]) -> str:
+    if not lines:
+        return "Not measured yet.\n"
+    blocks = [f"{table.caption}\n\n{plain_text(table)}" for table in tables]
+    return about(lines) + "\n\n```\n" + "\n\n\n".join(blocks) + "\n```\n"
+
+
 if __name__ == "__main__":
+    PERFORMANCE.write_text(performance(), encoding="utf-8")
     (RESULTS / "README.md").write_text(page(), encoding="utf-8")

@@ -18,6 +18,15 @@ def test_the_page_is_made_from_the_lines():
     assert (ROOT / "results" / "README.md").read_text(encoding="utf-8") == load_tables().page()
 
 
+def test_the_tables_of_costs_are_made_from_the_lines():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text == load_tables().performance()
+    for name in ("targets", "counts", "times"):
+        assert text.count(f"<!-- table: {name} -->\n") == 1
+    assert text.count("<!-- end -->") == 3
+    assert "Not measured yet" not in text
+
+
 def test_medians_and_extremes():
     tables = load_tables()
     assert tables.spread([3.0, 1.0, 2.0], 2).text == "2.00 (1.00 to 3.00)"

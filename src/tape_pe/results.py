@@ -13,7 +13,7 @@ from tape_pe.files import write_text
 
 RESULTS_FILE = "results.jsonl"
 
-RecordType = TypeVar("RecordType", "Result", "Measurement")
+RecordType = TypeVar("RecordType", "Result", "Measurement", "Cost")
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,35 @@ class Measurement:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What something costs, as `tape bench` measures it.
+
+    Attributes:
+        kind: `"time"`, `"count"`, `"saved"`, `"cache"`, `"memory"` or `"target"`.
+        name: what was measured: an encoding on a backend, or a target.
+        settings: all that the figures depend on beside the machine, as plain JSON values.
+        git_revision: as in `Result`.
+        versions: as in `Result`.
+        machine: `device`, its `name`, and the `cores` of the CPU.
+        metrics: the figures.
+    """
+
+    kind: str
+    name: str
+    settings: dict[str, Any]
+    git_revision: str | None
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
 def append_result(run: Path, result: Result) -> Path:
     """Appends `result` as one line to the run folder's results file and returns the file's path."""
     return append_line(run / RESULTS_FILE, result)
 
 
-def append_line(path: Path, record: Result | Measurement) -> Path:
+def append_line(path: Path, record: Result | Measurement | Cost) -> Path:
     """Appends `record` as one line to a file, which need not exist, and returns the path."""
     return append_values(path, asdict(record))
 
@@ -124,6 +147,16 @@ def read_measurements(path: Path) -> list[Measurement]:
         ValueError: a line is not a measurement; the message names the file and the line.
     """
     return _read_lines(path, Measurement, torn_end=True) if path.is_file() else []
+
+
+def read_costs(path: Path) -> list[Cost]:
+    """Reads all lines of a file of costs, oldest first.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: a line is not a cost; the message names the file and the line.
+    """
+    return _read_lines(path, Cost)
 
 
 def _read_lines(path: Path, kind: type[RecordType], torn_end: bool = False) -> list[RecordType]:

@@ -9,20 +9,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe.cli.parts import Command, UsageError, plain_warnings, quiet_loading, refusing
+from tape_pe.cli.parts import Command, UsageError, comma_separated, plain_warnings, quiet_loading, refusing
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def _comma_separated(kind: type) -> Any:
-    """A type of arguments such as `1024,2048`; `[1024, 2048]`, as in YAML, is understood as well."""
-
-    def parse(text: str | list) -> list:
-        words = text if isinstance(text, list) else re.split(r"[\s,]+", text.strip("[] "))
-        return [kind(word) for word in words]
-
-    parse.__name__ = f"comma-separated {kind.__name__}s"
-    return parse
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -107,7 +96,7 @@ def _perplexity_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--data", type=str, required=True, help="A file or folder of texts, or the name of a data set.")
     parser.add_argument("--split", type=str, default="test", help="Split of a data set.")
     parser.add_argument("--text_field", type=str, default="text", help="Field of a data set that holds the text.")
-    parser.add_argument("--lengths", type=_comma_separated(int), required=True, help="Window lengths: 1024,2048.")
+    parser.add_argument("--lengths", type=comma_separated(int), required=True, help="Window lengths: 1024,2048.")
     parser.add_argument("--stride", type=int, default=256, help="Tokens scored in each window but the first.")
     parser.add_argument("--max_tokens", type=int, help="Read no more than so many tokens; default: all.")
     parser.add_argument("--batch_size", type=int, default=1, help="Windows read together.")
@@ -152,9 +141,9 @@ def _passkey_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     from tape_pe.tasks.passkey import PasskeyTexts
 
     _model_arguments(parser)
-    parser.add_argument("--lengths", type=_comma_separated(int), required=True, help="Tokens of prompts: 1024,2048.")
+    parser.add_argument("--lengths", type=comma_separated(int), required=True, help="Tokens of prompts: 1024,2048.")
     parser.add_argument(
-        "--depths", type=_comma_separated(float), help="Where the key is: 0,0.5,1; default: drawn for every prompt."
+        "--depths", type=comma_separated(float), help="Where the key is: 0,0.5,1; default: drawn for every prompt."
     )
     parser.add_argument("--seeds", type=int, default=20, help="Prompts for each length and depth.")
     parser.add_argument("--batch_size", type=int, default=1, help="Prompts answered together.")

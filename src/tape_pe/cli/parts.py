@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,17 @@ def refusing(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
         return function(*arguments, **options)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
+
+
+def comma_separated(kind: type) -> Any:
+    """A type of arguments such as `1024,2048`; `[1024, 2048]`, as in YAML, is understood as well."""
+
+    def parse(text: str | list) -> list:
+        words = text if isinstance(text, list) else re.split(r"[\s,]+", text.strip("[] "))
+        return [kind(word) for word in words if word]
+
+    parse.__name__ = f"comma-separated {kind.__name__}s"
+    return parse
 
 
 def quiet_loading() -> None:
