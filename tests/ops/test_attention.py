@@ -25,8 +25,8 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def shrink(elements: int) -> None:
         monkeypatch.setattr(blockwise, "CHUNK_ELEMENTS", elements)
-        monkeypatch.setattr(blockwise, "MIN_ROWS", 2)
-        monkeypatch.setattr(blockwise, "MAX_ROWS", 8)
+        monkeypatch.setattr(blockwise, "ROWS", 4)
+        monkeypatch.setattr(blockwise, "LONG_ROWS", 8)
 
     return shrink
 

@@ -1,9 +1,9 @@
 """Attention on CPU in chunks of rows: memory linear in N, values and states averaged with the same weights.
 
-A chunk of query rows sees whole rows of scores, so its softmax needs no running maximum. Only the causal prefix is
-computed. Forward saves its inputs alone; backward computes the weights again. Scores of one chunk fill a buffer of
-about a megabyte: for long sequences that is some rows of one key/value head, for short ones many heads and batch rows
-at once.
+A chunk of query rows sees whole rows of scores, so its softmax needs no running maximum. Only keys that some query of
+the chunk may see are computed: the causal prefix, without the padding and the documents before and after. Forward saves
+its inputs alone; backward computes the weights again. Scores of one chunk fill a buffer of about half a megabyte: for
+long sequences that is some rows of one key/value head, for short ones many heads and batch rows at once.
 
 The two operators are opaque to `torch.compile`, which therefore neither unrolls the loops nor recompiles for a length.
 """
@@ -19,11 +19,16 @@ from torch import Tensor
 
 from tape_pe.ops.inputs import AttentionInputs
 
-# Scores of one chunk: 1 MiB in fp32, which stays in the L2 cache.
-CHUNK_ELEMENTS = 1 << 18
-# Fewer rows than this make thin matrix products, however long the rows are.
-MIN_ROWS = 16
-MAX_ROWS = 128
+# Heads and batch rows are taken together as long as their scores are so few: 512 KiB in fp32, and backward has two such
+# buffers, which stay in the L2 cache.
+CHUNK_ELEMENTS = 1 << 17
+# Query rows of a chunk. More rows make better matrix products, and worse triangles below the diagonal; long rows do not
+# stay in the cache anyway, so the products decide.
+ROWS, LONG_ROWS = 64, 128
+LONG = 1024
+MAX_ELEMENTS = 1 << 20
+# Below so many queries, a copy of keys and values costs more than it can save.
+FEW_QUERIES = 16
 
 
 def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
@@ -33,115 +38,209 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("blockwise has no forward-mode derivatives, which backend='reference' has")
     bias = inputs.materialized_bias()
     if bias is not None:
-        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    output, averaged = torch.ops.tape_pe.blockwise_attention(query, key, value, state, segment_ids, bias, causal, scale)
+        bias = bias[(None,) * (4 - bias.ndim)]
+    arguments = (query, key, value, state, segment_ids, bias, causal, scale)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        output, averaged = torch.ops.tape_pe.blockwise_attention(*arguments)
+    else:  # a step of decoding notices the way through the dispatcher
+        output, averaged = _forward_eager(*arguments)
     return output, None if state is None else averaged
 
 
 class _Block(NamedTuple):
-    """Some batch rows, key/value heads and query rows, which see keys up to `keys`."""
+    """Some batch rows, key/value heads and query rows, and the keys that they may see.
+
+    Attributes:
+        hides: whether other segments or padding stand among these keys.
+        dead: whether padding stands among the query rows.
+    """
 
     batch: slice
     heads: slice
     rows: slice
-    keys: int
+    keys: slice
+    hides: bool
+    dead: bool
 
 
 class _Problem:
     """The tensors of one call, and the pieces of them that a block needs. H = Hkv * G query heads."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, segment_ids: Tensor | None, bias: Tensor | None, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: Tensor | None,
+        segment_ids: Tensor | None,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float,
     ) -> None:
-        self.batch, self.heads, self.num_queries, _ = query.shape
+        self.batch, heads, self.num_queries, _ = query.shape
         self.kv_heads, self.num_keys = key.shape[1:3]
-        self.groups = self.heads // self.kv_heads
+        self.groups = heads // self.kv_heads
         self.query = self.group(query)
-        self.key = key
+        self.keys = [tensor for tensor in (key, value, state) if tensor is not None]
         self.causal = causal
         self.scale = scale
-        self.bias = None if bias is None else self.group(bias)
+        self.offset = self.num_keys - self.num_queries
         # One document without padding needs no mask; looking costs less than masking every chunk.
         self.segment_ids = None
         if segment_ids is not None and not bool(((segment_ids == segment_ids[:, :1]) & (segment_ids >= 0)).all()):
             self.segment_ids = segment_ids
+        self.bias = None if bias is None else self.group(bias)
+        self.bias_hides = bias is not None and bool(bias.amin() == -torch.inf)
         self.dtype = torch.promote_types(query.dtype, torch.float32)
 
+        rows = ROWS if self.num_keys <= LONG else max(ROWS, min(LONG_ROWS, MAX_ELEMENTS // self.num_keys))
+        rows = max(rows // self.groups, 1)
+        self.rows = -(-self.num_queries // max(1, round(self.num_queries / rows)))  # chunks of about equal size
+        self.triangle = None
+        if causal and self.num_queries > 1:
+            self.triangle = query.new_full((self.rows, self.rows), -torch.inf, dtype=self.dtype).triu_(1)
+        self.fit = max(1, CHUNK_ELEMENTS // (self.groups * self.rows * self.num_keys))
+        self._visible: dict[tuple[int, int], tuple[slice, bool, bool]] = {}
+
     def group(self, tensor: Tensor) -> Tensor:
-        """`[B, H, ...]` -> `[B, Hkv, G, ...]`."""
-        return tensor.unflatten(1, (self.kv_heads, self.groups))
+        """`[B, H, ...]` -> `[B, Hkv, G, ...]`, and one head for all, `[B, 1, ...]`, -> `[B, 1, 1, ...]`."""
+        return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor.unflatten(1, (-1, self.groups))
+
+    def buffer(self) -> Tensor:
+        """Room for the scores of any block."""
+        pairs = min(self.fit, self.batch * self.kv_heads)
+        return self.query.new_empty(pairs * self.groups * self.rows * self.num_keys, dtype=self.dtype)
 
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
-        """Batch rows and key/value heads to take together: as many as fit the buffer, if possible without a copy."""
-        fit = max(1, CHUNK_ELEMENTS // max(1, self.groups * self.num_queries * self.num_keys))
-        if fit >= self.batch * self.kv_heads or self.key.stride(0) == self.kv_heads * self.key.stride(1):
-            heads, rows = min(fit, self.kv_heads), max(1, min(fit // self.kv_heads, self.batch))
-        elif self.batch < self.kv_heads:  # token-major: one axis alone is a view
-            heads, rows = min(fit, self.kv_heads), 1
-        else:
-            heads, rows = 1, min(fit, self.batch)
-        for b in range(0, self.batch, rows):
-            for h in range(0, self.kv_heads, heads):
-                yield slice(b, b + rows), slice(h, h + heads)
+        """Batch rows and key/value heads to take together: as many as fit, of about equal number."""
+        batch, heads = 1, min(self.fit, self.kv_heads)
+        one_view = self.num_queries >= FEW_QUERIES or all(
+            tensor.stride(0) == self.kv_heads * tensor.stride(1) for tensor in self.keys
+        )
+        # Chunks of one row skip what this row does not see; rows of another one see other keys.
+        if one_view and (self.segment_ids is None or self.rows == self.num_queries):
+            batch = min(max(1, self.fit // self.kv_heads), self.batch)
+        for rows in _slices(self.batch, batch):
+            for pairs in _slices(self.kv_heads, heads):
+                yield rows, pairs
 
     def blocks(self, batch: slice, heads: slice) -> Iterator[_Block]:
-        """Chunks of query rows of a rectangle, the last one, which sees all keys, first."""
-        rows = CHUNK_ELEMENTS // max(1, self.groups * self.num_keys)
-        rows = min(max(rows, MIN_ROWS // self.groups, 1), MAX_ROWS)
-        if rows * 2 > self.num_queries and self.groups * self.num_queries * self.num_keys <= CHUNK_ELEMENTS:
-            rows = self.num_queries
-        offset = self.num_keys - self.num_queries
-        for start in reversed(range(0, self.num_queries, rows)):
-            stop = min(start + rows, self.num_queries)
-            yield _Block(batch, heads, slice(start, stop), offset + stop if self.causal else self.num_keys)
+        """Chunks of query rows of a rectangle."""
+        for start in range(0, self.num_queries, self.rows):
+            rows = slice(start, min(start + self.rows, self.num_queries))
+            yield _Block(batch, heads, rows, *self.visible(batch, rows))
+
+    def visible(self, batch: slice, rows: slice) -> tuple[slice, bool, bool]:
+        """The last three fields of a block."""
+        stop = self.offset + rows.stop if self.causal else self.num_keys
+        if self.segment_ids is None:
+            return slice(0, stop), False, False
+        place = batch.start, rows.start
+        if place not in self._visible:  # the same for all heads
+            keys = self.segment_ids[batch, :stop]
+            queries = self.segment_ids[batch, self.offset + rows.start : self.offset + rows.stop]
+            first = torch.where(queries < 0, torch.iinfo(queries.dtype).max, queries).amin(dim=1, keepdim=True)
+            last = queries.amax(dim=1, keepdim=True)
+            seen = ((keys >= first) & (keys <= last)).any(dim=0).nonzero()  # first > last where all is padding
+            span = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
+            hides = bool((first != last).any() or (keys[:, span] != last).any())
+            self._visible[place] = span, hides, bool((queries < 0).any())
+        return self._visible[place]
 
     def rows_of(self, grouped: Tensor, block: _Block) -> Tensor:
         """Query rows of a block from `[B, Hkv, G, Nq, C]`, as one matrix per key/value head: `[P, G * rows, C]`."""
         piece = grouped[block.batch, block.heads, :, block.rows].to(self.dtype)
         return piece.reshape(-1, self.groups * piece.shape[3], piece.shape[4])
 
+    def queries_of(self, block: _Block) -> Tensor:
+        """The queries of a block, scaled, as `rows_of` has them."""
+        return self.rows_of(self.query, block) * self.scale
+
     def keys_of(self, tensor: Tensor, batch: slice, heads: slice) -> Tensor:
         """Keys, values or states of a rectangle from `[B, Hkv, Nk, C]`: `[P, Nk, C]`."""
         piece = tensor[batch, heads].to(self.dtype)
         return piece.reshape(-1, *piece.shape[2:])
 
-    def weights(self, block: _Block, query: Tensor, key: Tensor) -> Tensor:
-        """Attention weights of a block, `[P, G * rows, keys]`; rows that see no key are zero."""
-        scores = torch.baddbmm(
-            query.new_empty(()), query, key[:, : block.keys].transpose(1, 2), beta=0, alpha=self.scale
-        )
-        rows = block.rows.stop - block.rows.start
-        grouped = scores.unflatten(1, (self.groups, rows))  # [P, G, rows, keys]
-        if self.bias is not None:
-            bias = self.bias[block.batch, block.heads, :, block.rows, : block.keys]
-            grouped += bias.reshape(-1, *bias.shape[2:])
-        # Later keys stand in the last columns alone, other segments anywhere.
-        hidden = dead = None
-        if self.causal and rows > 1:
-            hidden = torch.ones(1, rows, rows, dtype=torch.bool).triu_(1)
-        if self.segment_ids is not None:
-            offset = self.num_keys - self.num_queries
-            queries = self.segment_ids[block.batch, offset + block.rows.start : offset + block.rows.stop, None]
-            keys = self.segment_ids[block.batch, None, : block.keys]
-            others = (queries != keys).logical_or_(keys < 0)  # [batch rows, rows, keys]
-            if hidden is not None:
-                others[..., block.keys - rows :] |= hidden
-            hidden = others
-            dead = queries < 0  # the others see themselves
-        if hidden is not None:
-            visible = grouped[..., block.keys - hidden.shape[2] :].unflatten(0, (hidden.shape[0], -1))
-            visible.masked_fill_(hidden[:, None, None], -torch.inf)
-        if self.bias is not None:  # which may be -inf anywhere
-            dead = grouped.flatten(0, 1).amax(dim=-1, keepdim=True) == -torch.inf
-        weights = torch._softmax(scores, -1, False, out=scores)
-        if dead is not None and bool(dead.any()):
-            weights.view(dead.shape[0], -1, rows, block.keys).masked_fill_(dead[:, None], 0.0)
-        return weights
+    def piece_of(self, grouped: Tensor, block: _Block) -> Tensor:
+        """A block of a bias `[B | 1, Hkv | 1, G | 1, Nq | 1, Nk | 1]`."""
+        slices = (block.batch, block.heads, slice(None), block.rows, block.keys)
+        return grouped[
+            tuple(slice(None) if size == 1 else piece for size, piece in zip(grouped.shape, slices, strict=True))
+        ]
 
-    def scatter(self, target: Tensor, block: _Block, values: Tensor) -> None:
-        """Writes `[P, G * rows, C]` into the query rows of a grouped `[B, Hkv, G, Nq, C]`."""
+    def weights(self, block: _Block, query: Tensor, key: Tensor, buffer: Tensor) -> Tensor:
+        """Attention weights of a block, `[P, G * rows, keys]`, in the buffer; rows that see no key are zero."""
+        keys, rows = block.keys, block.rows.stop - block.rows.start
+        scores = _room(buffer, query, key[:, keys])
+        _product(query, key[:, keys].transpose(1, 2), scores)
+        batch = block.batch.stop - block.batch.start
+        grouped = scores.view(batch, -1, self.groups, rows, scores.shape[2])
+        if self.bias is not None:
+            grouped += self.piece_of(self.bias, block)
+        # The last of the block's keys are its queries, unless they are hidden from all of them.
+        diagonal = max(keys.start, self.offset + block.rows.start)
+        if self.triangle is not None and diagonal < keys.stop:
+            columns = slice(diagonal - self.offset - block.rows.start, keys.stop - self.offset - block.rows.start)
+            scores.unflatten(1, (self.groups, rows))[..., diagonal - keys.start :] += self.triangle[:rows, columns]
+        dead: Tensor | None = None
+        if self.segment_ids is not None and (block.hides or block.dead):
+            queries = self.segment_ids[block.batch, self.offset + block.rows.start : self.offset + block.rows.stop]
+            if block.hides:
+                same = queries[:, :, None] == self.segment_ids[block.batch, None, keys]  # [batch rows, rows, keys]
+                grouped += torch.where(same, 0.0, -torch.inf).to(self.dtype)[:, None, None]
+            if block.dead:  # padding may see padding here, or nothing: taken out below
+                dead = (queries < 0)[:, None, None, :, None]
+        if self.bias_hides:
+            hidden = grouped.amax(dim=-1, keepdim=True) == -torch.inf
+            dead = hidden if dead is None else dead | hidden
+        torch._softmax(scores, -1, False, out=scores)
+        if dead is not None:
+            grouped.masked_fill_(dead, 0.0)
+        return scores
+
+    def write(self, target: Tensor, block: _Block, weights: Tensor, values: Tensor, scale: float = 1.0) -> None:
+        """Writes `scale * weights @ values`, `[P, G * rows, C]`, into the rows of a grouped `[B, Hkv, G, Nq, C]`."""
         piece = target[block.batch, block.heads, :, block.rows]
-        piece.copy_(values.view(piece.shape))
+        if piece.dtype == weights.dtype and self.groups == piece.shape[0] == 1:
+            _product(weights, values, piece[0, :, 0])
+        else:
+            piece.copy_(torch.bmm(weights, values).view(piece.shape))
+        if scale != 1.0:
+            piece *= scale
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    """Cuts `total` into as few slices of at most `size` as possible, of about equal size."""
+    size = -(-total // -(-total // size))
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _room(buffer: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """The part of a buffer for the products of all rows with all keys."""
+    shape = rows.shape[0], rows.shape[1], keys.shape[1]
+    return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """`out = left @ right`. Of a single long matrix, `mm` is faster than a batch of one."""
+    if out.shape[0] == 1:
+        torch.mm(left[0], right[0], out=out[0])
+    else:
+        torch.bmm(left, right, out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`."""
+    if total.shape[0] == 1:
+        total[0].addmm_(left[0], right[0])
+    else:
+        total.baddbmm_(left, right)
+
+
+def _join(*parts: Tensor | None) -> Tensor:
+    """Values and states side by side: one wide matrix product is faster than two."""
+    given = [part for part in parts if part is not None]
+    return given[0] if len(given) == 1 else torch.cat(given, dim=-1)
 
 
 def _token_major(like: Tensor, batch: int, heads: int, tokens: int, channels: int) -> Tensor:
@@ -157,8 +256,7 @@ def _outputs(query: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor
     return output, _token_major(query, batch, heads, num_queries, state.shape[3])
 
 
-@torch.library.custom_op("tape_pe::blockwise_attention", mutates_args=(), device_types="cpu")
-def _forward(
+def _forward_eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -168,18 +266,25 @@ def _forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    output, averaged = _outputs(query, value, state)
+    results = _outputs(query, value, state)
     with torch.autocast("cpu", enabled=False):
-        problem = _Problem(query, key, segment_ids, bias, causal, scale)
+        problem = _Problem(query, key, value, state, segment_ids, bias, causal, scale)
+        buffer = problem.buffer()
+        targets = [problem.group(result) for result in results[: len(problem.keys) - 1]]
         for batch, heads in problem.rectangles():
-            k, v = (problem.keys_of(tensor, batch, heads) for tensor in (key, value))
-            z = None if state is None else problem.keys_of(state, batch, heads)
+            k, *values = (problem.keys_of(tensor, batch, heads) for tensor in problem.keys)
             for block in problem.blocks(batch, heads):
-                weights = problem.weights(block, problem.rows_of(problem.query, block), k)
-                problem.scatter(problem.group(output), block, torch.bmm(weights, v[:, : block.keys]))
-                if z is not None:
-                    problem.scatter(problem.group(averaged), block, torch.bmm(weights, z[:, : block.keys]))
-    return output, averaged
+                if block.keys.start == block.keys.stop:
+                    for target in targets:
+                        target[block.batch, block.heads, :, block.rows] = 0
+                    continue
+                weights = problem.weights(block, problem.queries_of(block), k, buffer)
+                for target, v in zip(targets, values, strict=True):
+                    problem.write(target, block, weights, v[:, block.keys])
+    return results
+
+
+_forward = torch.library.custom_op("tape_pe::blockwise_attention", _forward_eager, mutates_args=(), device_types="cpu")
 
 
 @_forward.register_fake
@@ -212,51 +317,45 @@ def _backward(
     with_bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grads = _gradients(query, key, value, state, bias, with_state_grad, with_bias_grad)
-    grad_query, grad_key, grad_value, grad_state, grad_bias = grads
     with torch.autocast("cpu", enabled=False):
-        problem = _Problem(query, key, segment_ids, bias, causal, scale)
-        grad_output = problem.group(grad_output)
-        grad_averaged = grad_averaged if state is None else problem.group(grad_averaged)
-        if with_bias_grad:
-            grad_bias.zero_()
+        problem = _Problem(query, key, value, state, segment_ids, bias, causal, scale)
+        weights_buffer, scores_buffer = problem.buffer(), problem.buffer()
+        directions = [problem.group(grad) for grad in (grad_output, grad_averaged)[: len(problem.keys) - 1]]
+        grad_query = problem.group(grads[0])
+        grad_bias: Tensor | None = None
+        if bias is not None and with_bias_grad:
+            grad_bias = problem.group(bias.new_zeros(bias.shape, dtype=problem.dtype))
+        targets = [grads[1], grads[2], *grads[3:4] * with_state_grad]
+        widths = [target.shape[3] for target in targets]
         for batch, heads in problem.rectangles():
-            k, v = (problem.keys_of(tensor, batch, heads) for tensor in (key, value))
-            z = None if state is None else problem.keys_of(state, batch, heads)
-            dk = dv = dz = None
+            k, *values = (problem.keys_of(tensor, batch, heads) for tensor in problem.keys)
+            wide = _join(*values)
+            dk = torch.zeros_like(k, memory_format=torch.contiguous_format)
+            d_wide = wide.new_zeros(*wide.shape[:2], sum(widths[1:]))
             for block in problem.blocks(batch, heads):
-                seen = slice(0, block.keys)
-                q = problem.rows_of(problem.query, block)
-                weights = problem.weights(block, q, k)
-                d_output = problem.rows_of(grad_output, block)
-                dv = _accumulate(dv, weights, d_output)
-                d_weights = torch.bmm(d_output, v[:, seen].transpose(1, 2))
-                if z is not None:
-                    d_averaged = problem.rows_of(grad_averaged, block)
-                    d_weights.baddbmm_(d_averaged, z[:, seen].transpose(1, 2))
-                    if with_state_grad:
-                        dz = _accumulate(dz, weights, d_averaged)
-                d_scores = torch.ops.aten._softmax_backward_data.out(
-                    d_weights, weights, -1, weights.dtype, grad_input=d_weights
-                )
-                if with_bias_grad:
-                    piece = problem.group(grad_bias)[batch, heads, :, block.rows, seen]
-                    piece.copy_(d_scores.view(piece.shape))
-                dq = torch.baddbmm(q, d_scores, k[:, seen], beta=0, alpha=scale)
-                problem.scatter(problem.group(grad_query), block, dq)
-                dk = _accumulate(dk, d_scores, q, scale)
-            for target, values in ((grad_key, dk), (grad_value, dv), (grad_state, dz)):
-                if values is not None:
-                    piece = target[batch, heads]
-                    piece.copy_(values.view(piece.shape))
+                if block.keys.start == block.keys.stop:
+                    grad_query[block.batch, block.heads, :, block.rows] = 0
+                    continue
+                query_rows = problem.queries_of(block)
+                weights = problem.weights(block, query_rows, k, weights_buffer)
+                direction = _join(*(problem.rows_of(grad, block) for grad in directions))
+                _add_product(d_wide[:, block.keys], weights.transpose(1, 2), direction[..., : d_wide.shape[2]])
+                d_scores = _room(scores_buffer, query_rows, k[:, block.keys])
+                _product(direction, wide[:, block.keys].transpose(1, 2), d_scores)
+                torch.ops.aten._softmax_backward_data.out(d_scores, weights, -1, problem.dtype, grad_input=d_scores)
+                if grad_bias is not None:
+                    piece = problem.piece_of(grad_bias, block)
+                    batch_rows, rows = block.batch.stop - block.batch.start, block.rows.stop - block.rows.start
+                    piece += d_scores.view(batch_rows, -1, problem.groups, rows, d_scores.shape[2]).sum_to_size(
+                        piece.shape
+                    )
+                problem.write(grad_query, block, d_scores, k[:, block.keys], scale)
+                _add_product(dk[:, block.keys], d_scores.transpose(1, 2), query_rows)
+            for target, grad in zip(targets, (dk, *d_wide.split(widths[1:], dim=-1)), strict=True):
+                target[batch, heads] = grad.view(target[batch, heads].shape)
+    if grad_bias is not None:
+        grads[4].copy_(grad_bias.view(grads[4].shape))
     return grads
-
-
-def _accumulate(total: Tensor | None, weights: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
-    """Adds `scale * weights^T rows` to the keys that a block sees; its first block sees them all."""
-    if total is None:
-        return torch.baddbmm(rows.new_empty(()), weights.transpose(1, 2), rows, beta=0, alpha=scale)
-    total[:, : weights.shape[2]].baddbmm_(weights.transpose(1, 2), rows, alpha=scale)
-    return total
 
 
 def _gradients(
