@@ -42,9 +42,40 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     arguments = (query, key, value, state, segment_ids, bias, causal, scale)
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         output, averaged = torch.ops.tape_pe.blockwise_attention(*arguments)
-    else:  # a step of decoding notices the way through the dispatcher
+    elif query.shape[2] == 1 and segment_ids is bias is None and query.dtype in (torch.float32, torch.float64):
+        return _one_query(query, key, value, state, scale)
+    else:
         output, averaged = _forward_eager(*arguments)
     return output, None if state is None else averaged
+
+
+def _one_query(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """A step of decoding, whose time is that of reading the cache, without anything else that takes time."""
+    batch, kv_heads, num_keys, _ = key.shape
+    rows = (query * scale).view(batch, kv_heads, -1, query.shape[3])  # [B, Hkv, G, D]
+    parts = [slice(None)] if _is_one_view(key, value, state) else [slice(row, row + 1) for row in range(batch)]
+    results = []
+    for part in parts:
+        k, r = key[part].flatten(0, 1), rows[part].flatten(0, 1)
+        if r.shape[1] == 1:  # a matrix times a column reads keys faster than a row times a matrix
+            scores = torch.bmm(k, r.transpose(1, 2)).view(-1, 1, num_keys)
+        else:
+            scores = torch.bmm(r, k.transpose(1, 2))
+        weights = torch._softmax(scores, -1, False)
+        results.append([torch.bmm(weights, x[part].flatten(0, 1)) for x in (value, state) if x is not None])
+    shape = *query.shape[:3], -1
+    output, *averaged = (
+        torch.cat(pieces).view(shape) if len(pieces) > 1 else pieces[0].view(shape)
+        for pieces in zip(*results, strict=True)
+    )
+    return output, averaged[0] if averaged else None
+
+
+def _is_one_view(*tensors: Tensor | None) -> bool:
+    """Whether batch rows and heads of all tensors can be taken as one axis without a copy."""
+    return all(x is None or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
 
 
 class _Block(NamedTuple):
@@ -114,9 +145,7 @@ class _Problem:
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
         """Batch rows and key/value heads to take together: as many as fit, of about equal number."""
         batch, heads = 1, min(self.fit, self.kv_heads)
-        one_view = self.num_queries >= FEW_QUERIES or all(
-            tensor.stride(0) == self.kv_heads * tensor.stride(1) for tensor in self.keys
-        )
+        one_view = self.num_queries >= FEW_QUERIES or _is_one_view(*self.keys)
         # Chunks of one row skip what this row does not see; rows of another one see other keys.
         if one_view and (self.segment_ids is None or self.rows == self.num_queries):
             batch = min(max(1, self.fit // self.kv_heads), self.batch)
