@@ -81,7 +81,7 @@ def rotate(u: Tensor, state: Tensor, *, interleaved: bool = False) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The product of u and a state that broadcasts to it, in four passes; of the two, only what is needed is kept."""
+    """The product of u and a state that broadcasts to it, in place; of the two, only what backward needs is kept."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, u: Tensor, state: Tensor) -> Tensor:
@@ -103,9 +103,10 @@ def _times(u: Tensor, z: Tensor, conjugate: bool = False) -> Tensor:
     c, s = z.chunk(2, dim=-1)
     result = torch.empty_like(u)
     real, imaginary = result.chunk(2, dim=-1)
-    sign = -1.0 if conjugate else 1.0
-    torch.mul(a, c, out=real).addcmul_(b, s, value=-sign)
-    torch.mul(b, c, out=imaginary).addcmul_(a, s, value=sign)
+    # Not `addcmul_`, which may round once instead of twice: a converted model would not be the same to the last bit.
+    alpha = -1 if conjugate else 1
+    torch.mul(a, c, out=real).sub_(b * s, alpha=alpha)
+    torch.mul(b, c, out=imaginary).add_(a * s, alpha=alpha)
     return result
 
 
