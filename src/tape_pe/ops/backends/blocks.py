@@ -11,9 +11,11 @@ from torch import Tensor
 # Heads and batch rows are taken together as long as their scores are so few: 512 KiB in fp32, and backward has two such
 # buffers, which stay in the L2 cache.
 CHUNK_ELEMENTS = 1 << 17
-# Query rows of a chunk. More rows make better matrix products, and worse triangles below the diagonal; long rows do not
-# stay in the cache anyway, so the products decide.
+# Query rows of a chunk. More rows make better matrix products, and worse triangles below the diagonal. Above `LONG` keys
+# the rows do not stay in the cache anyway, so the products decide, until a chunk has `MAX_ELEMENTS` scores.
 ROWS, LONG_ROWS = 64, 128
+# The rows of all query heads that share a key/value head make one matrix, of at most so many.
+GROUPED_ROWS = 192
 LONG = 1024
 MAX_ELEMENTS = 1 << 20
 # Below so many queries, a copy of keys and values costs more than it can save.
@@ -67,7 +69,7 @@ class Problem:
         self.dtype = torch.promote_types(query.dtype, torch.float32)
 
         rows = ROWS if self.num_keys <= LONG else max(ROWS, min(LONG_ROWS, MAX_ELEMENTS // self.num_keys))
-        rows = max(rows // self.groups, 1)
+        rows = max(min(rows, GROUPED_ROWS // self.groups), 1)
         self.rows = -(-self.num_queries // max(1, round(self.num_queries / rows)))  # chunks of about equal size
         self.triangle = None
         if causal and self.num_queries > 1:
@@ -152,7 +154,7 @@ class Problem:
         diagonal = max(keys.start, self.offset + block.rows.start)
         if self.triangle is not None and diagonal < keys.stop:
             columns = slice(diagonal - self.offset - block.rows.start, keys.stop - self.offset - block.rows.start)
-            scores.unflatten(1, (self.groups, rows))[..., diagonal - keys.start :] += self.triangle[:rows, columns]
+            scores.unflatten(1, (self.groups, rows))[..., diagonal - keys.start :].add_(self.triangle[:rows, columns])
         dead: Tensor | None = None
         if self.segment_ids is not None and (block.hides or block.dead):
             queries = self.segment_ids[block.batch, self.offset + block.rows.start : self.offset + block.rows.stop]
