@@ -11,8 +11,8 @@ from torch import Tensor
 # Heads and batch rows are taken together as long as their scores are so few: 512 KiB in fp32, and backward has two such
 # buffers, which stay in the L2 cache.
 CHUNK_ELEMENTS = 1 << 17
-# Query rows of a chunk. More rows make better matrix products, and worse triangles below the diagonal. Above `LONG` keys
-# the rows do not stay in the cache anyway, so the products decide, until a chunk has `MAX_ELEMENTS` scores.
+# Query rows of a chunk. More rows make better matrix products, and worse triangles below the diagonal. With more than
+# `LONG` keys the rows do not stay in the cache anyway, so the products decide, up to `MAX_ELEMENTS` scores.
 ROWS, LONG_ROWS = 64, 128
 # The rows of all query heads that share a key/value head make one matrix, of at most so many.
 GROUPED_ROWS = 192
