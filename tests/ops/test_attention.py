@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 from tape_pe.ops import contextualize, make_segment_ids, positional_attention, rotary_state, rotate
-from tape_pe.ops.backends import blockwise, describe_backends
+from tape_pe.ops.backends import blocks, describe_backends
 
 MASKS = ("causal", "full", "left", "right", "documents", "padded documents", "dead rows", "bias", "bias left")
 AVAILABLE = tuple(report.name for report in describe_backends("cpu") if report.available)
@@ -24,9 +24,9 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes chunks so small that a small problem needs many of them."""
 
     def shrink(elements: int) -> None:
-        monkeypatch.setattr(blockwise, "CHUNK_ELEMENTS", elements)
-        monkeypatch.setattr(blockwise, "MIN_ROWS", 2)
-        monkeypatch.setattr(blockwise, "MAX_ROWS", 8)
+        monkeypatch.setattr(blocks, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(blocks, "ROWS", 4)
+        monkeypatch.setattr(blocks, "LONG_ROWS", 8)
 
     return shrink
 
@@ -138,7 +138,7 @@ def test_many_short_sequences_at_once(make_problem, assert_close) -> None:
     """As in the arithmetic tasks: more (batch row, head) pairs than fit one chunk."""
     for mask in ("causal", "left", "bias"):
         problem = make_problem(mask, batch=128, heads=4, kv_heads=4, queries=30, widths=(4, 4, 4))
-        assert blockwise.CHUNK_ELEMENTS < 128 * 4 * 30 * 30
+        assert blocks.CHUNK_ELEMENTS < 128 * 4 * 30 * 30
         assert_close(problem.solve("blockwise"), problem.solve("reference"), 1e-12)
 
 

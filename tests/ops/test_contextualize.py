@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tape_pe.ops import contextualize, reference
+from tape_pe.ops.einsum import as_blocks, einsum_update
 
 HEADS = {"own states": (4, 4), "two share": (6, 3), "all share": (4, 1)}
 
@@ -68,6 +69,49 @@ def test_gradcheck() -> None:
         return contextualize(**dict(zip(names, tensors, strict=True)), norm="rms")
 
     assert torch.autograd.gradcheck(call, [arguments[name] for name in names])
+
+
+@pytest.mark.parametrize(("mix", "absent"), [("diagonal", ()), ("full", ("gate", "up", "down")), ("full", ("mix",))])
+def test_gradcheck_of_parts_with_a_shared_table(mix: str, absent: tuple[str, ...]) -> None:
+    arguments = {k: None if k in absent else x for k, x in make(4, 2, mix=mix, shared=True).items()}
+    leaves = [name for name, x in arguments.items() if x is not None]
+    if "mix" in absent:
+        leaves.remove("averaged_state")
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return contextualize(**(arguments | dict(zip(leaves, tensors, strict=True))))
+
+    assert torch.autograd.gradcheck(call, [arguments[name] for name in leaves])
+
+
+def test_equals_the_published_einsums() -> None:
+    arguments = make(4, 4, mix="full", shared=False)
+    blocks = {name: as_blocks(arguments[name]) for name in ("state", "averaged_state")}
+    torch.testing.assert_close(as_blocks(contextualize(**arguments)), einsum_update(**(arguments | blocks)))
+
+
+def test_only_inputs_are_kept_for_backward() -> None:
+    arguments = make(4, 2, mix="full", shared=False)
+    own = {x.untyped_storage().data_ptr() for x in arguments.values()}
+    kept = set()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept.add(x.untyped_storage().data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        contextualize(**arguments)
+    assert kept == own
+
+
+def test_autocast_rounds_no_states() -> None:
+    arguments = make(4, 2, mix="full", shared=False, dtype=torch.float32)
+    expected, expected_grads = solve(contextualize, arguments, "none")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, grads = solve(contextualize, arguments, "none")
+    assert torch.equal(actual, expected)
+    for name, grad in expected_grads.items():
+        assert torch.equal(grads[name], grad), name
 
 
 def test_fp32_is_within_1e_5_of_fp64() -> None:

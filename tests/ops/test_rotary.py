@@ -58,6 +58,26 @@ def test_rotate_equals_reference(state_heads: int, batch: int) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("state_shape", [(2, 4, 3, 6), (2, 2, 3, 6), (1, 1, 3, 6)])
+def test_rotate_gradcheck(state_shape: tuple[int, ...]) -> None:
+    u = torch.randn(2, 3, 4, 6, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    state = torch.randn(state_shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rotate, (u, state))
+
+
+def test_a_fixed_table_keeps_no_queries_for_backward() -> None:
+    u, state = torch.randn(1, 2, 5, 8, requires_grad=True), rotary_state(POSITIONS, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        rotate(u, state)
+    assert kept == [state.shape]
+
+
+def test_compiled_rotation_is_the_eager_one() -> None:
+    u, state = torch.randn(1, 2, 5, 8), rotary_state(POSITIONS, 8)
+    assert torch.equal(torch.compile(rotate, fullgraph=True, backend="eager")(u, state), rotate(u, state))
+
+
 def test_rotate_keeps_the_dtype_of_its_input() -> None:
     u = torch.randn(1, 2, 5, 8).bfloat16()
     assert rotate(u, rotary_state(POSITIONS, 8)).dtype == torch.bfloat16

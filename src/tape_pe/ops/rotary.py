@@ -68,7 +68,9 @@ def rotate(u: Tensor, state: Tensor, *, interleaved: bool = False) -> Tensor:
     """
 
     def product(u: Tensor, state: Tensor) -> Tensor:
-        c, s = state.chunk(2, dim=-1)
+        if not interleaved and not torch.compiler.is_compiling():
+            return _Rotation.apply(u, state)
+        c, s = state.chunk(2, dim=-1)  # compilers fuse this better than they fuse steps in place
         if interleaved:
             a, b = u[..., 0::2], u[..., 1::2]
             return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2)
@@ -76,6 +78,36 @@ def rotate(u: Tensor, state: Tensor, *, interleaved: bool = False) -> Tensor:
         return torch.cat([a * c - b * s, a * s + b * c], dim=-1)
 
     return per_state_head(u, state, product)
+
+
+class _Rotation(torch.autograd.Function):
+    """The product of u and a state that broadcasts to it, in place; of the two, only what backward needs is kept."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, u: Tensor, state: Tensor) -> Tensor:
+        with_state_grad = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        ctx.save_for_backward(u if with_state_grad else None, state)  # type: ignore[arg-type]
+        return _times(u, state)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        u, state = ctx.saved_tensors  # type: ignore[attr-defined]
+        with_u_grad = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        grad_u = _times(grad, state, conjugate=True) if with_u_grad else None
+        return grad_u, None if u is None else _times(grad, u, conjugate=True).sum_to_size(state.shape)
+
+
+def _times(u: Tensor, z: Tensor, conjugate: bool = False) -> Tensor:
+    """The complex product of half-split pairs u z, or u conj(z), in the shape of `u`, to which z broadcasts."""
+    a, b = u.chunk(2, dim=-1)
+    c, s = z.chunk(2, dim=-1)
+    result = torch.empty_like(u)
+    real, imaginary = result.chunk(2, dim=-1)
+    # Not `addcmul_`, which may round once instead of twice: a converted model would not be the same to the last bit.
+    alpha = -1 if conjugate else 1
+    torch.mul(a, c, out=real).sub_(b * s, alpha=alpha)
+    torch.mul(b, c, out=imaginary).add_(a * s, alpha=alpha)
+    return result
 
 
 def per_state_head(u: Tensor, state: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

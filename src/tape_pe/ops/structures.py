@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tape_pe.ops.contextualize import contextualize, mix_heads, normalize
+from tape_pe.ops.contextualize import contextualize, full_mix, normalize
 from tape_pe.ops.rotary import per_state_head
 
 
@@ -162,7 +162,7 @@ def contextualize_unstructured(
     e = state.transpose(1, 2)  # [B, N, Hkv | 1, 2D]
     if mix is not None:
         assert averaged_state is not None
-        e = mix_heads(e, averaged_state.transpose(1, 2), mix)
+        e = e + torch.matmul(full_mix(mix, averaged_state.shape[1]), averaged_state.transpose(1, 2))
     if gate is not None:
         assert up is not None
         assert down is not None
