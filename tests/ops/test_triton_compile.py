@@ -1,8 +1,8 @@
 """The Triton kernels compiled for GPUs that are not here: none spills registers or needs too much shared memory.
 
 The launchers run with a driver that knows its target and nothing else, so that what is compiled is what they would
-launch: arguments, alignments and tiles. By default one dtype and mask for each architecture and width; the others are
-`slow` (20 minutes): `make test-triton` leaves them out, `make test-triton TRITON_TESTS='slow or not slow'` does not.
+launch: arguments, alignments and tiles. By default one dtype and mask for each architecture and width; the others have
+the marker `compile_all` (ten minutes or more): `make test-triton TRITON_TESTS=''` runs them too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         segments: bool = True,
         state: bool = True,
         causal: bool = True,
-        only: str = "",
+        decode_rows: int | None = None,
     ) -> list[Usage]:
         compiler = Compiler(architecture, tmp_path)
         monkeypatch.setattr(driver, "_active", NoGPU(architecture))
@@ -98,11 +98,14 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         key = torch.zeros(2, 2, 256, width, dtype=dtype)
         ids = torch.zeros(2, 256, dtype=torch.int64) if segments else None
         states = key if state else None
-        if only != "decode":
+        decoding = torch.zeros(2, 4, 1, width, dtype=dtype)
+        if decode_rows:
+            decoding = torch.zeros(2, decode_rows // 8, 16, width, dtype=dtype)
+        else:
             query = torch.zeros(2, 4, 256, width, dtype=dtype)
             outputs = launch.forward(query, key, key, states, ids, causal, 0.1)
             launch.backward(query, query, query, key, key, states, ids, *outputs, causal, 0.1, state)
-        launch.forward(torch.zeros(2, 4, 1, width, dtype=dtype), key, key, states, ids, causal, 0.1)
+        launch.forward(decoding, key, key, states, ids, causal, 0.1)
         return compiler.usages
 
     return run
@@ -142,7 +145,7 @@ def test_bfloat16_with_segments(compile_all, architecture, width) -> None:
     check(usages, architecture)
 
 
-@pytest.mark.slow
+@pytest.mark.compile_all
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -156,7 +159,7 @@ def test_half_precision(compile_all, architecture, width, dtype, options) -> Non
     check(compile_all(architecture, dtype, width, **flags), architecture)
 
 
-@pytest.mark.slow
+@pytest.mark.compile_all
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("precision", ["tf32 64", "tf32 128", "ieee 64"])
@@ -166,23 +169,22 @@ def test_float32(compile_all, architecture, segments, precision) -> None:
     check(compile_all(architecture, torch.float32, int(width), segments=segments), architecture, tensor_cores=False)
 
 
-@pytest.mark.slow
+@pytest.mark.compile_all
 @pytest.mark.parametrize("architecture", OTHERS)
 @pytest.mark.parametrize("width", [64, 128])
 def test_other_architectures(compile_all, architecture, width) -> None:
     check(compile_all(architecture, torch.float16, width), architecture)
 
 
-@pytest.mark.slow
+@pytest.mark.compile_all
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("width", [16, 32])
 def test_narrow_heads(compile_all, architecture, width) -> None:
     check(compile_all(architecture, torch.float16, width), architecture, tensor_cores=False)
 
 
-@pytest.mark.slow
+@pytest.mark.compile_all
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("rows", tiles.DECODE_ROWS[1:])
-def test_decoding_with_many_rows(compile_all, monkeypatch, architecture, rows) -> None:
-    monkeypatch.setattr(launch, "DECODE_ROWS", (rows,))
-    check(compile_all(architecture, torch.float16, 128, segments=False, only="decode"), architecture)
+def test_decoding_with_many_rows(compile_all, architecture, rows) -> None:
+    check(compile_all(architecture, torch.float16, 128, segments=False, decode_rows=rows), architecture)

@@ -69,7 +69,7 @@ BACKENDS = {
         ),
         Backend(
             "triton",
-            "Triton kernels for NVIDIA GPUs: values and states in one pass; biases go to sdpa",
+            "Triton kernels for NVIDIA GPUs, not timed yet: values and states in one pass; biases go to sdpa",
             triton.attention,
             triton.unavailable,
         ),

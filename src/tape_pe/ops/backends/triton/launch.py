@@ -82,7 +82,8 @@ def _decode(
     kv_heads, num_keys = key.shape[1:3]
     groups = heads // kv_heads
     tile = _tile("decode", query)
-    tile = tile._replace(queries=next(rows for rows in DECODE_ROWS if rows >= groups * num_queries))
+    rows = next(rows for rows in DECODE_ROWS if rows >= groups * num_queries)
+    tile = tile._replace(queries=rows, warps=tile.warps * (2 if rows == DECODE_ROWS[-1] else 1))
     # Two programs for each multiprocessor, unless the keys are fewer than two blocks for each.
     wanted = math.ceil(2 * _multiprocessors(query.device) / (batch * kv_heads))
     wanted = max(1, min(wanted, MAX_CHUNKS, num_keys // (2 * tile.keys)))

@@ -11,7 +11,8 @@ WIDTHS = (16, 32, 64, 128)
 MAX_CHUNKS = 64
 """Programs among which `decode` splits the keys, at most."""
 DECODE_ROWS = (16, 32, 64)
-"""Rows of `decode`, at least query heads of a group times queries. With more than the last, `forward` is used."""
+"""Rows of `decode`, at least query heads of a group times queries. With more than the last, `forward` is used. The last
+takes twice the warps."""
 DECODE_QUERIES = 16
 """With more queries than this, `forward` is used."""
 
@@ -32,22 +33,22 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By how numbers are multiplied and by kernel; for heads of up to 64 and of up to 128 channels. Each is the largest of
-# those tried that compiles without spilling registers and within the shared memory of a multiprocessor. None has been
-# timed yet. Without tensor cores ("ieee") heads of 128 channels do not fit the registers.
+# By how numbers are multiplied and by kernel; for heads of up to 64 and of up to 128 channels. Each was chosen among a
+# few that compile without spilling registers and within the shared memory of a multiprocessor; none has been timed yet.
+# Without tensor cores ("ieee") heads of 128 channels do not fit the registers.
 _GENERAL: dict[tuple[str, str], tuple[Tile, Tile] | tuple[Tile]] = {
-    ("half", "forward"): (Tile(128, 32, 8, 3), Tile(64, 64, 8, 2)),
+    ("half", "forward"): (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2)),
     ("half", "query_gradient"): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
     ("half", "key_gradient"): (Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
     ("half", "decode"): (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2)),
-    ("tf32", "forward"): (Tile(128, 32, 8, 2), Tile(32, 32, 8, 2)),
+    ("tf32", "forward"): (Tile(128, 32, 8, 2), Tile(64, 16, 8, 2)),
     ("tf32", "query_gradient"): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("tf32", "key_gradient"): (Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
-    ("tf32", "decode"): (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
+    ("tf32", "decode"): (Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
     ("ieee", "forward"): (Tile(32, 32, 8, 2),),
     ("ieee", "query_gradient"): (Tile(32, 32, 8, 2),),
     ("ieee", "key_gradient"): (Tile(16, 32, 8, 1),),
-    ("ieee", "decode"): (Tile(16, 32, 4, 2),),
+    ("ieee", "decode"): (Tile(16, 16, 4, 2),),
 }
 _HOPPER = {
     **_GENERAL,
