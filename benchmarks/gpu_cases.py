@@ -53,9 +53,10 @@ class Case:
 
 
 def tiny(case: Case) -> Case:
-    """The case with as few heads and tokens as a dry run can interpret."""
+    """The case as a dry run can interpret it: few heads and tokens, and not bf16, which Triton's interpreter gets wrong."""
     keys = 48 if case.kind.startswith("check") else 20
-    return replace(case, keys=keys, heads=case.heads // case.kv_heads, kv_heads=1, batch=1)
+    dtype = "fp16" if case.dtype == "bf16" else case.dtype
+    return replace(case, keys=keys, heads=case.heads // case.kv_heads, kv_heads=1, batch=1, dtype=dtype)
 
 
 def cases_of(variant: str, tokens: int, lengths: tuple[int, ...]) -> list[Case]:

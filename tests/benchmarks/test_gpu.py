@@ -38,6 +38,7 @@ def test_says_that_there_is_no_gpu() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_dry_run(gpu: ModuleType, tmp_path: Path) -> None:
     output = tmp_path / "gpu.jsonl"
     done = start("--dry_run", "true", "--repeat_seconds", "0", "--output", str(output))

@@ -19,6 +19,8 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kernels_interpreted() -> None:
     """In a process of its own: Triton decides at import whether it interprets."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -22,6 +22,8 @@ from tape_pe.ops.inputs import AttentionInputs
 KNOWN_VERSIONS = ("3.7", "3.8", "3.9")
 """Versions of Triton for which the kernels are known to compile; 3.7 comes with torch 2.12 and 2.13."""
 LEAST_CAPABILITY = (8, 0)
+MAX_HEADS = 65535
+"""Heads of all batch rows are the second axis of a grid, which CUDA limits to so many."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -56,8 +58,8 @@ def _unavailable(device: str, index: int | None) -> str | None:
 def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """See `tape_pe.ops.positional_attention`. Segment ids must be below 2**31.
 
-    What the kernels cannot do goes to `sdpa`: a bias, fp64, values or states that are not as wide as keys, and widths
-    for which there are no tiles (see `tiles`).
+    What the kernels cannot do goes to `sdpa`: a bias, fp64, values or states that are not as wide as keys, widths for
+    which there are no tiles (see `tiles`), and more than `MAX_HEADS` heads in all batch rows.
     """
     query, key, value, state, segment_ids, bias, causal, scale = inputs
     tensors = [tensor for tensor in (query, key, value, state) if tensor is not None]
@@ -66,7 +68,7 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     width = query.shape[3]
     if bias is not None or query.dtype not in DTYPES or any(x.shape[3] != width for x in tensors):
         return sdpa.attention(inputs)
-    if not has_tiles(width, precision(query.dtype)):
+    if not has_tiles(width, precision(query.dtype)) or query.shape[0] * query.shape[1] > MAX_HEADS:
         return sdpa.attention(inputs)
     query, key, value = (_dense_channels(tensor) for tensor in (query, key, value))
     state = None if state is None else _dense_channels(state)

@@ -18,7 +18,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from tape_pe.ops.backends.triton import launch
 
-    return launch.forward(query, key, value, state, segment_ids, causal, scale)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        return launch.forward(query, key, value, state, segment_ids, causal, scale)
 
 
 @torch.library.custom_op("tape_pe::triton_attention_backward", mutates_args=(), device_types=("cuda", "cpu"))
@@ -39,10 +40,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from tape_pe.ops.backends.triton import launch
 
-    return launch.backward(
-        grad_output, grad_averaged, query, key, value, state, segment_ids, output, averaged, log_sum,
-        causal, scale, with_state_grad,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        return launch.backward(
+            grad_output, grad_averaged, query, key, value, state, segment_ids, output, averaged, log_sum,
+            causal, scale, with_state_grad,
+        )  # fmt: skip
 
 
 def _token_major(like: Tensor) -> Tensor:

@@ -37,11 +37,11 @@ class Tile(NamedTuple):
 # few that compile without spilling registers and within the shared memory of a multiprocessor; none has been timed yet.
 # Without tensor cores ("ieee") heads of 128 channels do not fit the registers.
 _GENERAL: dict[tuple[str, str], tuple[Tile, Tile] | tuple[Tile]] = {
-    ("half", "forward"): (Tile(64, 32, 4, 3), Tile(64, 64, 8, 2)),
+    ("half", "forward"): (Tile(64, 32, 4, 3), Tile(64, 32, 8, 3)),
     ("half", "query_gradient"): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
     ("half", "key_gradient"): (Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
     ("half", "decode"): (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2)),
-    ("tf32", "forward"): (Tile(128, 32, 8, 2), Tile(64, 16, 8, 2)),
+    ("tf32", "forward"): (Tile(128, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("tf32", "query_gradient"): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("tf32", "key_gradient"): (Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
     ("tf32", "decode"): (Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
