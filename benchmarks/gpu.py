@@ -29,11 +29,13 @@ import torch
 from gpu_cases import DTYPES, TOLERANCES, VARIANTS, Case, cases_of, run, tiny
 from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe.results import git_revision, library_versions
+from tape_pe.results import append_values, git_revision, library_versions, whole_lines
 
 GRACE_SECONDS = 15.0
 """Time that a worker has beyond its share before it is ended: it looks at the clock between cases only."""
 OUT_OF_TIME = "out of time"
+LOST = 3
+"""Exit code of a worker that cannot use the device any more: its last case says why, and another worker goes on."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,16 @@ def supervise(options: Options, variant: str, seconds: float) -> None:
         command = [sys.executable, __file__, *_arguments(options), "--variant", variant, "--first", str(first)]
         try:
             process = subprocess.run([*command, "--minutes", str(left / 60)], timeout=left + GRACE_SECONDS)
-            problem = f"the process ended with the code {process.returncode}" if process.returncode else None
+            problem = f"the process ended with the code {process.returncode}"
+            problem = None if process.returncode in (0, LOST) else problem
         except subprocess.TimeoutExpired:
             problem = "took too long"
         first += len(read(output)) - before
         if problem is not None and first < len(cases):
-            append(output, {"variant": variant, "case": asdict(cases[first]), "crashed": True, "error": problem})
+            append_values(output, {"variant": variant, "case": asdict(cases[first]), "crashed": True, "error": problem})
             first += 1
     for case in cases[first:]:
-        append(output, {"variant": variant, "case": asdict(case), "error": OUT_OF_TIME})
+        append_values(output, {"variant": variant, "case": asdict(case), "error": OUT_OF_TIME})
 
 
 def _arguments(options: Options) -> list[str]:
@@ -131,14 +134,33 @@ def work(options: Options) -> int:
         else:
             try:
                 line.update(run(case, options.variant, device, options.repeat_seconds))
+                _synchronize(device)
             except Exception as error:  # whatever it is, it is this case's finding
                 line["error"] = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # an error in a kernel shows here at the latest, and ends the process
-                torch.cuda.empty_cache()
+            if _lost(device):
+                line["crashed"] = True
         line["seconds"] = round(time.monotonic() - started, 2)
-        append(Path(options.output), line)
+        append_values(Path(options.output), line)
+        if line.get("crashed"):
+            return LOST
     return 0
+
+
+def _synchronize(device: torch.device) -> None:
+    """Errors in kernels show here at the latest."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _lost(device: torch.device) -> bool:
+    """Whether this process cannot use the device any more, as after a kernel that read memory it must not."""
+    try:
+        _synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _cases(options: Options, variant: str) -> list[Case]:
@@ -146,15 +168,9 @@ def _cases(options: Options, variant: str) -> list[Case]:
     return list(dict.fromkeys(map(tiny, cases))) if options.dry_run else cases
 
 
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Adds a line to the file, whole or not at all as far as a process's end is concerned."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of the file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in whole_lines(path).splitlines()]
 
 
 def report(lines: list[dict[str, Any]], options: Options) -> str:

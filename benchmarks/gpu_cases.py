@@ -53,7 +53,7 @@ class Case:
 
 
 def tiny(case: Case) -> Case:
-    """The case as a dry run can interpret it: few heads and tokens, and not bf16, which Triton's interpreter gets wrong."""
+    """The case for a dry run: few heads and tokens, and not bf16, whose products Triton's interpreter gets wrong."""
     keys = 48 if case.kind.startswith("check") else 20
     dtype = "fp16" if case.dtype == "bf16" else case.dtype
     return replace(case, keys=keys, heads=case.heads // case.kv_heads, kv_heads=1, batch=1, dtype=dtype)

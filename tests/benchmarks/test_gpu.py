@@ -57,7 +57,7 @@ def test_dry_run(gpu: ModuleType, tmp_path: Path) -> None:
     assert "tape flex: ValueError: backend='flex': not available" in done.stdout
 
 
-@pytest.mark.parametrize("failure", ["crash", "hang"])
+@pytest.mark.parametrize("failure", ["crash", "hang", "lost"])
 def test_goes_on_after_a_process_that_ended(gpu: ModuleType, tmp_path: Path, monkeypatch, failure: str) -> None:
     """The third case ends its process; the others are done all the same."""
     options = gpu.Options(output=str(tmp_path / "gpu.jsonl"), dry_run=True)
@@ -70,9 +70,13 @@ def test_goes_on_after_a_process_that_ended(gpu: ModuleType, tmp_path: Path, mon
             if number == 2:
                 if failure == "hang":
                     raise subprocess.TimeoutExpired(command, timeout)
-                return SimpleNamespace(returncode=-6)
+                if failure == "crash":
+                    return SimpleNamespace(returncode=-6)
+                line = {"variant": "tape triton", "case": gpu.asdict(cases[2]), "error": "CUDA error", "crashed": True}
+                gpu.append_values(Path(options.output), line)
+                return SimpleNamespace(returncode=gpu.LOST)
             line = {"variant": "tape triton", "case": gpu.asdict(cases[number]), "ms": 1.0}
-            gpu.append(Path(options.output), line)
+            gpu.append_values(Path(options.output), line)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(gpu.subprocess, "run", run)
@@ -81,7 +85,8 @@ def test_goes_on_after_a_process_that_ended(gpu: ModuleType, tmp_path: Path, mon
     assert [line["case"] for line in lines] == [gpu.asdict(case) for case in cases]
     assert [number for number, line in enumerate(lines) if "error" in line] == [2]
     assert lines[2]["crashed"]
-    assert lines[2]["error"] in ("the process ended with the code -6", "took too long")
+    expected = {"crash": "the process ended with the code -6", "hang": "took too long", "lost": "CUDA error"}
+    assert lines[2]["error"] == expected[failure]
 
 
 def test_what_does_not_fit_the_time_is_marked(gpu: ModuleType, tmp_path: Path) -> None:
@@ -106,6 +111,16 @@ def test_errors_of_a_case_are_its_finding(gpu: ModuleType, tmp_path: Path, monke
     assert {line["case"]["kind"]: line.get("error") for line in lines} == {
         "attention": None, "decode": "OutOfMemoryError: CUDA out of memory.", "update": None, "layer": None,
     }  # fmt: skip
+
+
+def test_a_worker_without_its_device_ends(gpu: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "run", lambda *arguments: {"ms": 1.0})
+    monkeypatch.setattr(gpu, "_lost", lambda device: len(gpu.read(output)) == 1)
+    output = tmp_path / "gpu.jsonl"
+    output.write_text("")
+    options = gpu.Options(output=str(output), dry_run=True, variant="rope sdpa", first=3)
+    assert gpu.work(options) == gpu.LOST
+    assert [line.get("crashed") for line in gpu.read(output)] == [None, True]
 
 
 def test_report(gpu: ModuleType) -> None:

@@ -95,8 +95,10 @@ def test_expanded_state_is_read_where_it_is(make_problem, monkeypatch) -> None:
     assert seen[0].data_ptr() == problem.state.data_ptr()
 
 
-@pytest.mark.parametrize("mask", ["causal", "full", "left", "dead rows"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 200), (7, 130)])
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys"),
+    [("causal", 1, 1), ("left", 1, 200), ("full", 1, 130), ("causal", 7, 130), ("dead rows", 7, 130)],
+)
 def test_decoding(check, launched, mask, queries, keys) -> None:
     """With gradients, too: they come from the same backward kernels."""
     check(mask, queries=queries, keys=keys)
