@@ -83,7 +83,7 @@ def _decode(
     groups = heads // kv_heads
     tile = _tile("decode", query)
     rows = next(rows for rows in DECODE_ROWS if rows >= groups * num_queries)
-    tile = tile._replace(queries=rows, warps=tile.warps * (2 if rows == DECODE_ROWS[-1] else 1))
+    tile = tile._replace(queries=rows, warps=tile.warps * (1 if rows == DECODE_ROWS[0] else 2))
     # Two programs for each multiprocessor, unless the keys are fewer than two blocks for each.
     wanted = math.ceil(2 * _multiprocessors(query.device) / (batch * kv_heads))
     wanted = max(1, min(wanted, MAX_CHUNKS, num_keys // (2 * tile.keys)))

@@ -11,8 +11,9 @@ WIDTHS = (16, 32, 64, 128)
 MAX_CHUNKS = 64
 """Programs among which `decode` splits the keys, at most."""
 DECODE_ROWS = (16, 32, 64)
-"""Rows of `decode`, at least query heads of a group times queries. With more than the last, `forward` is used. The last
-takes twice the warps."""
+"""Rows of `decode`, at least query heads of a group times queries. With more than the last, `forward` is used. All but
+the first take twice the warps."""
+
 DECODE_QUERIES = 16
 """With more queries than this, `forward` is used."""
 
@@ -44,7 +45,7 @@ _GENERAL: dict[tuple[str, str], tuple[Tile, Tile] | tuple[Tile]] = {
     ("tf32", "forward"): (Tile(128, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("tf32", "query_gradient"): (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("tf32", "key_gradient"): (Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
-    ("tf32", "decode"): (Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
+    ("tf32", "decode"): (Tile(16, 32, 4, 2), Tile(16, 16, 8, 2)),
     ("ieee", "forward"): (Tile(32, 32, 8, 2),),
     ("ieee", "query_gradient"): (Tile(32, 32, 8, 2),),
     ("ieee", "key_gradient"): (Tile(16, 32, 8, 1),),
