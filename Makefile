@@ -4,8 +4,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REAL := $(VENV)/.ready-real
+TRITON := $(abspath $(VENV))/triton
+TRITON_TESTS ?= not compile_all
 
-.PHONY: help demo test test-real smollm2 bench lint types format clean
+.PHONY: help demo test test-real test-triton smollm2 bench lint types format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -42,6 +44,15 @@ bench: $(READY)  ## measure what encodings cost, check the targets, rewrite the 
 	rm -f results/bench.jsonl
 	$(BIN)/tape bench --threads 1 --output results/bench.jsonl
 	$(BIN)/tape bench --check --output results/bench.jsonl; status=$$?; $(BIN)/python experiments/tables.py; exit $$status
+
+# Where Triton is installed torch compiles in other ways, so it lies in a folder that this target alone looks into.
+$(TRITON)/.ready: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(TRITON) triton
+	@touch $@
+
+test-triton: $(TRITON)/.ready  ## test the Triton kernels without a GPU: interpreted, and compiled
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(TRITON_TESTS)' \
+		tests/ops/test_triton.py tests/ops/test_triton_compile.py tests/benchmarks
 
 lint: $(READY)  ## style and formatting
 	$(BIN)/ruff check .

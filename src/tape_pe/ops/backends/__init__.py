@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tape_pe.ops import reference
-from tape_pe.ops.backends import blockwise, flex, sdpa
+from tape_pe.ops.backends import blockwise, flex, sdpa, triton
 from tape_pe.ops.inputs import AttentionInputs
 
 ENVIRONMENT_VARIABLE = "TAPE_BACKEND"
@@ -44,7 +44,7 @@ class BackendReport(NamedTuple):
     chosen: bool
 
 
-# In order of preference. `flex` has been checked on CPUs only, so it has to be asked for.
+# In order of preference. `flex` and `triton` have never run on a GPU, so they have to be asked for.
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -66,6 +66,12 @@ BACKENDS = {
             flex.attention,
             flex.unavailable,
             materializes_bias=False,
+        ),
+        Backend(
+            "triton",
+            "Triton kernels for NVIDIA GPUs, not timed yet: values and states in one pass; biases go to sdpa",
+            triton.attention,
+            triton.unavailable,
         ),
         Backend(
             "reference",
