@@ -57,11 +57,10 @@ _HOPPER = {
     ("half", "forward"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
     ("half", "query_gradient"): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
 }
-KERNELS = ("forward", "query_gradient", "key_gradient", "decode")
 
 
 def tile(kernel: str, capability: tuple[int, int], width: int, precision: str) -> Tile:
-    """The tile of one of `KERNELS`.
+    """The tile of `"forward"`, `"query_gradient"`, `"key_gradient"` or `"decode"`.
 
     Args:
         kernel: name.
