@@ -26,8 +26,8 @@ def test_flops_and_parameters_of_a_tiny_model():
     matrices = 2 * projections(TINY) + d * TINY.vocab_size
     assert rope.forward == 2 * N * matrices + 2 * (2 * H * N * N * 2 * D)
     assert rope.parameters == matrices + d * TINY.vocab_size + 5 * d
-    # One of the two layers updates states: averages, W_mix, the gate, the maps T and their product with the states.
-    added = 2 * H * N * N * D + 2 * N * H * H * D + 2 * N * d * I + 2 * N * I * H * H + 2 * N * H * H * D
+    # One of the two layers updates states: averages, the gate, the maps M = T - I, M W_mix, and both maps' products.
+    added = 2 * H * N * N * D + 2 * N * d * I + 2 * N * I * H * H + 2 * N * H * H * H + 2 * (2 * N * H * H * D)
     assert tape.forward - rope.forward == added
     assert tape.parameters - rope.parameters == H * H + d * I + 2 * I * H
     assert 2.9 < tape.both / tape.forward < 3.3
@@ -67,6 +67,12 @@ def test_flops_of_attention_follow_torch(kv_heads, state_grad):
     backward = sdpa_backward_flop_count(query.shape, query.shape, key.shape, value.shape)
     backward += average * (1 + bool(state_grad))
     assert flops.count_flops(sum(outputs).backward) == backward
+
+
+def test_products_in_place_count_like_others():
+    total, left, right = torch.zeros(2, 3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+    assert flops.count_flops(lambda: total.baddbmm_(left, right)) == 2 * 2 * 3 * 4 * 5
+    assert flops.count_flops(lambda: total[0].addmm_(left[0], right[0])) == 2 * 3 * 4 * 5
 
 
 def test_every_operator_of_the_library_has_a_formula():

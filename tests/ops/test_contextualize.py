@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tape_pe.ops import contextualize, reference
-from tape_pe.ops.einsum import as_blocks, einsum_update
 
 HEADS = {"own states": (4, 4), "two share": (6, 3), "all share": (4, 1)}
 
@@ -82,12 +81,6 @@ def test_gradcheck_of_parts_with_a_shared_table(mix: str, absent: tuple[str, ...
         return contextualize(**(arguments | dict(zip(leaves, tensors, strict=True))))
 
     assert torch.autograd.gradcheck(call, [arguments[name] for name in leaves])
-
-
-def test_equals_the_published_einsums() -> None:
-    arguments = make(4, 4, mix="full", shared=False)
-    blocks = {name: as_blocks(arguments[name]) for name in ("state", "averaged_state")}
-    torch.testing.assert_close(as_blocks(contextualize(**arguments)), einsum_update(**(arguments | blocks)))
 
 
 def test_only_inputs_are_kept_for_backward() -> None:

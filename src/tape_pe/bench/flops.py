@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop, register_flop_formula
 
 from tape_pe.bench.options import Shape
 from tape_pe.bench.variants import forced_backend
@@ -27,31 +27,35 @@ def _attention(query: Size, key: Size, value: Size, state: Size | None, *_: Any,
     return 2 * batch * heads * queries * key[2] * (channels + value[3] + (state[3] if state else 0))
 
 
-def _attention_backward(
-    grad_output: Size,
-    grad_averaged: Size,
-    query: Size,
-    key: Size,
-    value: Size,
-    state: Size | None,
-    *rest: Any,
-    **__: Any,
-) -> int:
+def _attention_backward(query: Size, key: Size, value: Size, state: Size | None, with_state_grad: bool) -> int:
     """The scores again; gradients of weights and values, of states if they need any, of queries and of keys."""
     batch, heads, queries, channels = query
-    with_state_grad = rest[4]
     averages = 2 * value[3] + ((1 + with_state_grad) * state[3] if state else 0)
     return 2 * batch * heads * queries * key[2] * (3 * channels + averages)
 
 
+def _blockwise_backward(*arguments: Any, **_: Any) -> int:
+    return _attention_backward(*arguments[2:6], arguments[-2])
+
+
+def _triton_backward(*arguments: Any, **_: Any) -> int:
+    return _attention_backward(*arguments[2:6], arguments[-1])
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "blockwise_attention": _attention,
-    "blockwise_attention_backward": _attention_backward,
+    "blockwise_attention_backward": _blockwise_backward,
+    "triton_attention": _attention,
+    "triton_attention_backward": _triton_backward,
 }
 """Formulas of this library's own operators, by name; without one, an operator counts nothing."""
 
 for _name, _formula in FORMULAS.items():
     register_flop_formula(getattr(torch.ops.tape_pe, _name))(_formula)
+
+# torch counts these, but not where they write in place.
+register_flop_formula(torch.ops.aten.addmm_, get_raw=True)(addmm_flop)
+register_flop_formula(torch.ops.aten.baddbmm_, get_raw=True)(baddbmm_flop)
 
 
 class Count(NamedTuple):
@@ -93,7 +97,7 @@ def _count(shape: Shape, encoding: str) -> Count:
     with torch.random.fork_rng(devices=[]):
         model = TapeLMForCausalLM(shape.config(encoding))
     tokens = torch.zeros(shape.batch_size, shape.length, dtype=torch.long)
-    with torch.no_grad():
-        forward = count_flops(lambda: model(tokens, use_cache=False))
+    # With gradients on, attention is one operator with a formula; without, products of its causal blocks.
+    forward = count_flops(lambda: model(tokens, use_cache=False))
     both = count_flops(lambda: model(tokens, use_cache=False).logits.sum().backward())
     return Count(forward, both, sum(parameter.numel() for parameter in model.parameters()))
