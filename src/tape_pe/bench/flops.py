@@ -35,11 +35,13 @@ def _attention_backward(query: Size, key: Size, value: Size, state: Size | None,
 
 
 def _blockwise_backward(*arguments: Any, **_: Any) -> int:
-    return _attention_backward(*arguments[2:6], arguments[-2])
+    query, key, value, state = arguments[2:6]
+    return _attention_backward(query, key, value, state, with_state_grad=arguments[-2])
 
 
 def _triton_backward(*arguments: Any, **_: Any) -> int:
-    return _attention_backward(*arguments[2:6], arguments[-1])
+    query, key, value, state = arguments[2:6]
+    return _attention_backward(query, key, value, state, with_state_grad=arguments[-1])
 
 
 FORMULAS: dict[str, Callable[..., int]] = {

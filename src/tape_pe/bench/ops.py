@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from tape_pe.ops import contextualize, positional_attention, reference, rotary_s
 
 Calls = dict[str, Callable[[], Any]]
 ROPE, TAPE, EINSUMS = Variant("rope"), Variant("tape"), Variant("einsums")
+LAYERS, COLD_BYTES = 12, 256 << 20
+"""Caches that decoding goes through in turn: as many as a model has, or fewer that no processor's cache holds."""
 
 
 class Update(NamedTuple):
@@ -50,26 +53,53 @@ def rotation(shape: Shape, phase: str, device: torch.device) -> Calls:
 
 
 def attention(shape: Shape, phase: str, device: torch.device, chosen: Sequence[Variant]) -> Calls:
-    """The attention core: of RoPE on torch's own function called directly, and on backends; of TAPE on backends."""
-    queries = 1 if phase == "decode" else shape.length
-    query, key, value = _projections(shape, queries, shape.length, device)
-    state = torch.randn_like(value).requires_grad_()
-    grouped: dict[str, Any] = {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
+    """The attention core: of RoPE on torch's own function called directly, and on backends; of TAPE on backends.
 
-    def torch_attention() -> tuple[Tensor]:
-        return (F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, **grouped),)
+    A step of decoding reads another cache in every call, as each layer of a model has its own: one that was just read
+    would come from the processor's cache, where RoPE's still fits when TAPE's no longer does.
+    """
+    if phase == "decode":
+        return _decoding(shape, device, chosen)
+    query, key, value = _projections(shape, shape.length, shape.length, device)
+    state = torch.randn_like(value).requires_grad_()
 
     def call(variant: Variant) -> Callable[[], Any]:
-        if variant == ("rope", "sdpa"):
-            return _phase_call(phase, torch_attention, [query, key, value])
         states = state if variant.encoding == "tape" else None
         return _phase_call(
             phase,
-            lambda: positional_attention(query, key, value, states, backend=variant.backend),
+            lambda: _attend(variant, query, key, value, states),
             [query, key, value, *_learned(states)],
         )
 
     return {str(variant): call(variant) for variant in chosen if variant.encoding in ("rope", "tape")}
+
+
+def _decoding(shape: Shape, device: torch.device, chosen: Sequence[Variant]) -> Calls:
+    """`attention` of one new token."""
+    caches: list[tuple[Tensor, Tensor, Tensor]] = []
+    while (len(caches) < LAYERS and sum(x.nbytes for cache in caches for x in cache) < COLD_BYTES) or len(caches) < 2:
+        _, key, value = _projections(shape, 1, shape.length, device)
+        caches.append((key, value, torch.randn_like(value)))
+    query, _, _ = _projections(shape, 1, shape.length, device)
+    layers = itertools.cycle(caches)
+
+    def call(variant: Variant) -> Callable[[], Any]:
+        def step() -> Sequence[Tensor | None]:
+            key, value, state = next(layers)
+            return _attend(variant, query, key, value, state if variant.encoding == "tape" else None)
+
+        return without_gradients(step)
+
+    return {str(variant): call(variant) for variant in chosen if variant.encoding in ("rope", "tape")}
+
+
+def _attend(
+    variant: Variant, query: Tensor, key: Tensor, value: Tensor, state: Tensor | None
+) -> Sequence[Tensor | None]:
+    if variant == ("rope", "sdpa"):
+        grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+        return (F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, **grouped),)
+    return positional_attention(query, key, value, state, backend=variant.backend)
 
 
 def update(shape: Shape, phase: str, device: torch.device) -> Calls:

@@ -14,7 +14,8 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
-from tape_pe.ops.backends.blocks import Problem, add_product, is_one_view, join, product, room
+from tape_pe.ops.backends import one_query
+from tape_pe.ops.backends.blocks import Problem, add_product, join, product, room
 from tape_pe.ops.inputs import AttentionInputs
 
 
@@ -29,42 +30,11 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     arguments = (query, key, value, state, segment_ids, bias, causal, scale)
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         output, averaged = torch.ops.tape_pe.blockwise_attention(*arguments)
-    elif _is_decoding_step(inputs):
-        return _one_query(query, key, value, state, scale)
+    elif one_query.can_attend(inputs):
+        return one_query.attend(inputs)
     else:
         output, averaged = _forward_eager(*arguments)
     return output, None if state is None else averaged
-
-
-def _is_decoding_step(inputs: AttentionInputs) -> bool:
-    """Whether `_one_query` can do it: one query that sees all keys, in a dtype that products need not widen."""
-    query = inputs.query
-    plain = query.shape[2] == 1 and inputs.segment_ids is None and inputs.bias is None
-    return plain and query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-
-
-def _one_query(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """A step of decoding, whose time is that of reading the cache, without anything else that takes time."""
-    batch, kv_heads, num_keys, _ = key.shape
-    rows = (query * scale).reshape(batch, kv_heads, -1, query.shape[3])  # [B, Hkv, G, D]
-    parts = [slice(None)] if is_one_view(key, value, state) else [slice(row, row + 1) for row in range(batch)]
-    results = []
-    for part in parts:
-        k, r = key[part].flatten(0, 1), rows[part].flatten(0, 1)
-        if r.shape[1] == 1:  # a matrix times a column reads keys faster than a row times a matrix
-            scores = torch.bmm(k, r.transpose(1, 2)).view(-1, 1, num_keys)
-        else:
-            scores = torch.bmm(r, k.transpose(1, 2))
-        weights = torch._softmax(scores, -1, False)
-        results.append([torch.bmm(weights, x[part].flatten(0, 1)) for x in (value, state) if x is not None])
-    shape = *query.shape[:3], -1
-    output, *averaged = (
-        torch.cat(pieces).view(shape) if len(pieces) > 1 else pieces[0].view(shape)
-        for pieces in zip(*results, strict=True)
-    )
-    return output, averaged[0] if averaged else None
 
 
 def _token_major(like: Tensor, batch: int, heads: int, tokens: int, channels: int) -> Tensor:
