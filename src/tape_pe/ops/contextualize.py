@@ -7,6 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from tape_pe.ops.derivatives import has_tangents
+
 STATE_NORMS = ("none", "rms")
 
 
@@ -58,7 +60,8 @@ def contextualize(
         return normalize(state, norm)
     # Token-major, [B, N, heads, D]: the layout in which projections leave queries and attention leaves its averages.
     averaged = averaged_state.transpose(1, 2) if mix is not None and averaged_state is not None else None
-    z = _Update.apply(state.transpose(1, 2), averaged, gate, mix, up, down)
+    inputs = (state.transpose(1, 2), averaged, gate, mix, up, down)
+    z = _Update.forward(*inputs) if has_tangents(*inputs) else _Update.apply(*inputs)
     return normalize(z, norm).to(state.dtype).transpose(1, 2)
 
 
@@ -105,7 +108,6 @@ class _Update(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
         z: Tensor,
         averaged: Tensor | None,
         gate: Tensor | None,
@@ -113,13 +115,18 @@ class _Update(torch.autograd.Function):
         up: Tensor | None,
         down: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(z, averaged, gate, mix, up, down)  # type: ignore[arg-type]
         with torch.autocast(z.device.type, enabled=False):
             tokens = _Tokens(z, averaged, gate, mix, up, down)
             new = tokens.z.clone() if tokens.maps is None else torch.baddbmm(tokens.z, tokens.maps, tokens.z)
             if tokens.averaged is not None:
                 new.baddbmm_(tokens.mixes(), tokens.averaged)
             return new.view(tokens.shape)
+
+    @staticmethod
+    def setup_context(
+        ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor | None, ...], output: Tensor
+    ) -> None:
+        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:

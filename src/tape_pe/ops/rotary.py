@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tape_pe.ops.derivatives import has_tangents
 from tape_pe.ops.frequencies import Frequencies, reads_length, rotary_frequencies
 
 
@@ -68,14 +69,13 @@ def rotate(u: Tensor, state: Tensor, *, interleaved: bool = False) -> Tensor:
     """
 
     def product(u: Tensor, state: Tensor) -> Tensor:
-        if not interleaved and not torch.compiler.is_compiling():
-            return _Rotation.apply(u, state)
-        c, s = state.chunk(2, dim=-1)  # compilers fuse this better than they fuse steps in place
         if interleaved:
+            c, s = state.chunk(2, dim=-1)
             a, b = u[..., 0::2], u[..., 1::2]
             return torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2)
-        a, b = u.chunk(2, dim=-1)
-        return torch.cat([a * c - b * s, a * s + b * c], dim=-1)
+        if torch.compiler.is_compiling() or has_tangents(u, state):
+            return _product(u, state)  # which compilers fuse better than steps in place
+        return _Rotation.apply(u, state)
 
     return per_state_head(u, state, product)
 
@@ -84,10 +84,14 @@ class _Rotation(torch.autograd.Function):
     """The product of u and a state that broadcasts to it, in place; of the two, only what backward needs is kept."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, u: Tensor, state: Tensor) -> Tensor:
+    def forward(u: Tensor, state: Tensor) -> Tensor:
+        return _times(u, state)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        u, state = inputs
         with_state_grad = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
         ctx.save_for_backward(u if with_state_grad else None, state)  # type: ignore[arg-type]
-        return _times(u, state)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -97,16 +101,25 @@ class _Rotation(torch.autograd.Function):
         return grad_u, None if u is None else _times(grad, u, conjugate=True).sum_to_size(state.shape)
 
 
+def _product(u: Tensor, z: Tensor, sign: int = 1) -> Tensor:
+    """The complex product of half-split pairs u z, or with the sign -1 u conj(z)."""
+    a, b = u.chunk(2, dim=-1)
+    c, s = z.chunk(2, dim=-1)
+    return torch.cat([a * c - sign * (b * s), sign * (a * s) + b * c], dim=-1)
+
+
 def _times(u: Tensor, z: Tensor, conjugate: bool = False) -> Tensor:
-    """The complex product of half-split pairs u z, or u conj(z), in the shape of `u`, to which z broadcasts."""
+    """u z, or u conj(z), in place, in the shape of `u`, to which z broadcasts."""
+    sign = -1 if conjugate else 1
+    if torch.is_grad_enabled():  # second derivatives are wanted, which steps in place do not have
+        return _product(u, z, sign)
     a, b = u.chunk(2, dim=-1)
     c, s = z.chunk(2, dim=-1)
     result = torch.empty_like(u)
     real, imaginary = result.chunk(2, dim=-1)
     # Not `addcmul_`, which may round once instead of twice: a converted model would not be the same to the last bit.
-    alpha = -1 if conjugate else 1
-    torch.mul(a, c, out=real).sub_(b * s, alpha=alpha)
-    torch.mul(b, c, out=imaginary).add_(a * s, alpha=alpha)
+    torch.mul(a, c, out=real).sub_(b * s, alpha=sign)
+    torch.mul(b, c, out=imaginary).add_(a * s, alpha=sign)
     return result
 
 

@@ -11,18 +11,18 @@ The two operators are opaque to `torch.compile`, which therefore neither unrolls
 from __future__ import annotations
 
 import torch
-import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from tape_pe.ops.backends import one_query
 from tape_pe.ops.backends.blocks import Problem, add_product, join, product, room
+from tape_pe.ops.derivatives import has_tangents
 from tape_pe.ops.inputs import AttentionInputs
 
 
 def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """See `tape_pe.ops.positional_attention`. Half-precision inputs are computed in fp32."""
     query, key, value, state, segment_ids, _, causal, scale = inputs
-    if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in (query, key, value, state) if tensor is not None):
+    if has_tangents(query, key, value, state):
         raise NotImplementedError("blockwise has no forward-mode derivatives, which backend='reference' has")
     bias = inputs.materialized_bias()
     if bias is not None:

@@ -11,12 +11,12 @@ import importlib.metadata
 import os
 
 import torch
-import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from tape_pe.ops.backends import sdpa
 from tape_pe.ops.backends.triton import operators  # noqa: F401  (registers torch.ops.tape_pe.triton_*)
 from tape_pe.ops.backends.triton.tiles import has_tiles, precision
+from tape_pe.ops.derivatives import has_tangents
 from tape_pe.ops.inputs import AttentionInputs
 
 KNOWN_VERSIONS = ("3.7", "3.8", "3.9")
@@ -63,7 +63,7 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """
     query, key, value, state, segment_ids, bias, causal, scale = inputs
     tensors = [tensor for tensor in (query, key, value, state) if tensor is not None]
-    if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if has_tangents(*tensors):
         raise NotImplementedError("triton has no forward-mode derivatives, which backend='reference' has")
     width = query.shape[3]
     if bias is not None or query.dtype not in DTYPES or any(x.shape[3] != width for x in tensors):
