@@ -95,9 +95,10 @@ class TapeCache(GrowingTokens, Cache):
         """
         past = self.get_seq_length()
         joined = {"position_ids": self.grown("position_ids", new.position_ids)}
-        if past and self.segment_ids is None and new.segment_ids is not None:
-            self.segment_ids = new.segment_ids.new_zeros(1, past)  # says what `None` did
-        if new.segment_ids is not None:
+        if new.segment_ids is not None and past and self.segment_ids is None:
+            one_document = GrowingTensor(new.segment_ids.new_zeros(1, past), self.growing_dim)
+            joined["segment_ids"] = one_document.append(new.segment_ids)
+        elif new.segment_ids is not None:
             joined["segment_ids"] = self.grown("segment_ids", new.segment_ids)
         if new.input_ids is not None and (not past or self.input_ids is not None):
             joined["input_ids"] = self.grown("input_ids", new.input_ids)
