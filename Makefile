@@ -41,9 +41,10 @@ test-real: smollm2  ## test with that model, and with lm-evaluation-harness
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real tests/language/test_harness.py
 
 bench: $(READY)  ## measure what encodings cost, check the targets, rewrite the tables of docs/performance.md
-	rm -f results/bench.jsonl
-	$(BIN)/tape bench --threads 1 --output results/bench.jsonl
-	$(BIN)/tape bench --check --output results/bench.jsonl; status=$$?; $(BIN)/python experiments/tables.py; exit $$status
+	rm -f runs/bench.jsonl
+	$(BIN)/tape bench --threads 1 --output runs/bench.jsonl
+	$(BIN)/tape bench --check --output runs/bench.jsonl; status=$$?; \
+		cp runs/bench.jsonl results/bench.jsonl; $(BIN)/python experiments/tables.py; exit $$status
 
 # Where Triton is installed torch compiles in other ways, so it lies in a folder that this target alone looks into.
 $(TRITON)/.ready: $(READY)

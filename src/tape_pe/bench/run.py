@@ -232,4 +232,4 @@ def verdict_line(verdict: Verdict) -> str:
     """One target for a terminal, as soon as it is known."""
     figure = verdict.figure
     value = "not measured" if figure is None else f"{figure.value.median:.{verdict.target.digits}f}"
-    return f"{verdict.word:>4}  {verdict.target.what}: {value} ({verdict.target.bound})"
+    return f"{verdict.word:>4}  {verdict.target.what}: {value} ({verdict.bound})"

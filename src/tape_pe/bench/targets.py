@@ -32,13 +32,6 @@ class Target:
     at_least: bool = False
     digits: int = 2
 
-    @property
-    def bound(self) -> str:
-        """The limit in words."""
-        if self.limit is None:
-            return "reported"
-        return f"{'>=' if self.at_least else '<='} {self.limit:.{self.digits}f}"
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -103,6 +96,17 @@ class Verdict:
     figure: Figure | None
 
     @property
+    def bound(self) -> str:
+        """The limit, and what is allowed beyond it."""
+        target = self.target
+        if target.limit is None:
+            return "reported"
+        bound = f"{'>=' if target.at_least else '<='} {target.limit:.{target.digits}f}"
+        if self.figure is None or not self.figure.allowance:
+            return bound
+        return f"{bound} {'-' if target.at_least else '+'} {self.figure.allowance:.{target.digits}f}"
+
+    @property
     def passed(self) -> bool:
         """Whether the median keeps the limit; figures that are only reported always do."""
         if self.target.limit is None:
@@ -131,13 +135,10 @@ def verdict_table(found: Iterable[Verdict]) -> Table:
     for verdict in found:
         target, figure = verdict.target, verdict.figure
         measured, quartiles, note = MISSING, MISSING, ""
-        bound = target.bound
         if figure is not None:
             value, digits, note = figure.value, target.digits, figure.note
             measured = f"{value.median:.{digits}f}"
             quartiles = f"{value.low:.{digits}f} to {value.high:.{digits}f}" if value.values > 1 else "exact"
-            if figure.allowance:
-                bound += f" + {figure.allowance:.{digits}f}"
-        rows.append([*map(Cell, (target.what, bound, measured, quartiles, verdict.word, target.source, note))])
+        rows.append([*map(Cell, (target.what, verdict.bound, measured, quartiles, verdict.word, target.source, note))])
     headers = ["Target", "Bound", "Measured", "Quartiles", "Verdict", "Source", "Note"]
     return Table("Targets", headers, rows, [False, True, True, True, False, False, False], sortable=False)
