@@ -23,7 +23,7 @@ GENERATION = Shape(layers=4, new_tokens=512)
 MEMORY = Shape(layers=3, heads=4, kv_heads=4, intermediate_size=1024, position_size=16)
 MEMORY_LENGTHS = (4096, 8192)
 SECONDS = 4.0
-ROUNDS = 9
+ROUNDS = 15
 STEP_ROUNDS, GENERATION_PASSES = 4, 2  # a step and a generation take seconds
 PHASES = {"forward": "forward", "both": "forward+backward"}
 
