@@ -26,6 +26,7 @@ def model(model_type):
 @pytest.fixture
 def calls(monkeypatch):
     """How often this package's attention is called, and transformers' sdpa."""
+    monkeypatch.delenv("TAPE_BACKEND", raising=False)  # which may name sdpa itself
     counts = {"own": 0, "sdpa": 0}
     own, sdpa = converted.positional_attention, converted.ALL_ATTENTION_FUNCTIONS["sdpa"]
 

@@ -22,7 +22,9 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     mask: Tensor | None = None
     dead: Tensor | None = None
     # torch aligns a causal mask at the top left; a single last query sees everything and needs none.
-    is_causal = causal and num_queries > 1
+    is_causal = False
+    if causal and num_queries > 1:  # not a comparison's value, which compilers keep as a symbol
+        is_causal = True
     if segment_ids is not None or bias is not None or (is_causal and num_queries != num_keys):
         mask = dense_mask(num_queries, num_keys, segment_ids=segment_ids, causal=causal, device=query.device)
         is_causal = False
