@@ -15,15 +15,15 @@ from torch import Tensor
 
 from tape_pe.ops.backends import one_query
 from tape_pe.ops.backends.blocks import Problem, add_product, join, product, room
-from tape_pe.ops.derivatives import has_tangents
+from tape_pe.ops.derivatives import refuse_tangents
 from tape_pe.ops.inputs import AttentionInputs
+from tape_pe.ops.layout import empty_token_major
 
 
 def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """See `tape_pe.ops.positional_attention`. Half-precision inputs are computed in fp32."""
     query, key, value, state, segment_ids, _, causal, scale = inputs
-    if has_tangents(query, key, value, state):
-        raise NotImplementedError("blockwise has no forward-mode derivatives, which backend='reference' has")
+    refuse_tangents("blockwise", query, key, value, state)
     bias = inputs.materialized_bias()
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
@@ -37,17 +37,12 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     return output, None if state is None else averaged
 
 
-def _token_major(like: Tensor, batch: int, heads: int, tokens: int, channels: int) -> Tensor:
-    """An empty `[B, heads, N, C]` whose memory is `[B, N, heads, C]`: projections read it without a copy."""
-    return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
-
-
 def _outputs(query: Tensor, value: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = query.shape
-    output = _token_major(query, batch, heads, num_queries, value.shape[3])
+    output = empty_token_major(query, batch, heads, num_queries, value.shape[3])
     if state is None:
         return output, query.new_empty(0)
-    return output, _token_major(query, batch, heads, num_queries, state.shape[3])
+    return output, empty_token_major(query, batch, heads, num_queries, state.shape[3])
 
 
 def _forward_eager(
@@ -164,8 +159,7 @@ def _gradients(
     def like(tensor: Tensor | None) -> Tensor:
         if tensor is None:
             return query.new_empty(0)
-        batch, heads, tokens, channels = tensor.shape
-        return _token_major(tensor, batch, heads, tokens, channels)
+        return empty_token_major(tensor, *tensor.shape)
 
     return (
         like(query),

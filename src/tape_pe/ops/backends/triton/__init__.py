@@ -16,8 +16,9 @@ from torch import Tensor
 from tape_pe.ops.backends import sdpa
 from tape_pe.ops.backends.triton import operators  # noqa: F401  (registers torch.ops.tape_pe.triton_*)
 from tape_pe.ops.backends.triton.tiles import has_tiles, precision
-from tape_pe.ops.derivatives import has_tangents
+from tape_pe.ops.derivatives import refuse_tangents
 from tape_pe.ops.inputs import AttentionInputs
+from tape_pe.ops.layout import dense_channels
 
 KNOWN_VERSIONS = ("3.7", "3.8", "3.9")
 """Versions of Triton for which the kernels are known to compile; 3.7 comes with torch 2.12 and 2.13."""
@@ -63,19 +64,13 @@ def attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """
     query, key, value, state, segment_ids, bias, causal, scale = inputs
     tensors = [tensor for tensor in (query, key, value, state) if tensor is not None]
-    if has_tangents(*tensors):
-        raise NotImplementedError("triton has no forward-mode derivatives, which backend='reference' has")
+    refuse_tangents("triton", *tensors)
     width = query.shape[3]
     if bias is not None or query.dtype not in DTYPES or any(x.shape[3] != width for x in tensors):
         return sdpa.attention(inputs)
     if not has_tiles(width, precision(query.dtype)) or query.shape[0] * query.shape[1] > MAX_HEADS:
         return sdpa.attention(inputs)
-    query, key, value = (_dense_channels(tensor) for tensor in (query, key, value))
-    state = None if state is None else _dense_channels(state)
+    query, key, value = (dense_channels(tensor) for tensor in (query, key, value))
+    state = None if state is None else dense_channels(state)
     output, averaged, _ = torch.ops.tape_pe.triton_attention(query, key, value, state, segment_ids, causal, scale)
     return output, None if state is None else averaged
-
-
-def _dense_channels(tensor: Tensor) -> Tensor:
-    """With channels that follow each other in memory, as the kernels read them; other axes may have any strides."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()

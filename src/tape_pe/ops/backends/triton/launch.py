@@ -14,6 +14,7 @@ from tape_pe.ops.backends.triton.decode import decode_kernel, merge_kernel
 from tape_pe.ops.backends.triton.kernels import forward_kernel, segment_ranges_kernel
 from tape_pe.ops.backends.triton.operators import gradients, outputs
 from tape_pe.ops.backends.triton.tiles import DECODE_QUERIES, DECODE_ROWS, MAX_CHUNKS, Tile, precision, tile
+from tape_pe.ops.layout import dense_channels
 
 LOG2_E = 1.0 / math.log(2.0)
 RANGES_CHUNK = 1024
@@ -144,8 +145,8 @@ def backward(
     kv_heads, num_keys = key.shape[1:3]
     grads = gradients(query, key, value, state, with_state_grad)
     dq, dk, dv, dz = grads
-    grad_output = _dense_channels(grad_output)
-    grad_averaged = grad_output if state is None else _dense_channels(grad_averaged)
+    grad_output = dense_channels(grad_output)
+    grad_averaged = grad_output if state is None else dense_channels(grad_averaged)
     delta = torch.empty_like(log_sum)
     some_state = _or(state, value)
     flags = {"HAS_STATE": state is not None, "HAS_SEGMENTS": segment_ids is not None, "CAUSAL": causal}
@@ -211,11 +212,6 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     """Kernels take a pointer also where they do not read it."""
     return placeholder if tensor is None else tensor
-
-
-def _dense_channels(tensor: Tensor) -> Tensor:
-    """With channels that follow each other in memory."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _plain_ids(segment_ids: Tensor | None) -> Tensor | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tape_pe.ops.layout import empty_token_major
+
 
 @torch.library.custom_op("tape_pe::triton_attention", mutates_args=(), device_types=("cuda", "cpu"))
 def _forward(
@@ -47,24 +49,22 @@ def _backward(
         )  # fmt: skip
 
 
-def _token_major(like: Tensor) -> Tensor:
-    """An empty `[B, heads, N, D]` whose memory is `[B, N, heads, D]`: projections read it without a copy."""
-    batch, heads, tokens, channels = like.shape
-    return like.new_empty(batch, tokens, heads, channels).transpose(1, 2)
-
-
 def outputs(query: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """What the forward operator returns, not yet written."""
-    averaged = query.new_empty(0) if state is None else _token_major(query)
-    return _token_major(query), averaged, query.new_empty(query.shape[:3], dtype=torch.float32)
+    averaged = query.new_empty(0) if state is None else _empty_like(query)
+    return _empty_like(query), averaged, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def gradients(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, with_state_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the backward operator returns, not yet written."""
-    dz = _token_major(key) if state is not None and with_state_grad else query.new_empty(0)
-    return _token_major(query), _token_major(key), _token_major(value), dz
+    dz = _empty_like(key) if state is not None and with_state_grad else query.new_empty(0)
+    return _empty_like(query), _empty_like(key), _empty_like(value), dz
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return empty_token_major(tensor, *tensor.shape)
 
 
 @_forward.register_fake
