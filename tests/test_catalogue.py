@@ -168,7 +168,7 @@ def test_command_draws_a_model(tmp_path, capsys, make_model, monkeypatch):
     assert "model is llama, a llama; it must be a tape_lm" in message
     message = refused(capsys, "--model", "model", "--picture", "other.html", "--text", "1+1=")
     assert "text is '1+1='; model model has no tokenizer" in message
-    from tape_pe.tasks.characters import character_tokenizer
+    from tape_pe.tasks.tokenizers import character_tokenizer
 
     character_tokenizer("0123456789+=").save_pretrained("model")
     assert main(["encodings", "--model", "model", "--picture", "page.html", "--text", "1+1="]) == 0

@@ -12,7 +12,7 @@ from tape_pe.encodings.abacus import Abacus, AbacusOptions, places_in_numbers
 from tape_pe.models import TapeCache
 from tape_pe.options import ModelOptions
 from tape_pe.tasks import Addition
-from tape_pe.tasks.characters import character_tokenizer
+from tape_pe.tasks.tokenizers import character_tokenizer
 from tape_pe.train import build_config, build_model
 
 SIZES = EncodingSizes(32, 4, 2, 8, 3, 64, {"rope_type": "default", "rope_theta": 10000.0}, 0.02)

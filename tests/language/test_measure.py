@@ -9,8 +9,8 @@ from tape_pe.language import measure
 from tape_pe.language.measure import measure_passkey, measure_perplexity, token_stream, weights_fingerprint
 from tape_pe.language.perplexity import perplexity
 from tape_pe.results import read_measurements
-from tape_pe.tasks.characters import character_tokenizer
 from tape_pe.tasks.passkey import PasskeyTexts
+from tape_pe.tasks.tokenizers import character_tokenizer
 
 SMALL = PasskeyTexts(introduction="k", filler="abc. de. ", key_sentence="<{key}>", question="?", answer="{key}.")
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tape_pe.language.text import has_splits, read_texts, token_blocks
-from tape_pe.tasks.characters import character_tokenizer
+from tape_pe.tasks.tokenizers import character_tokenizer
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tape_pe.tasks import TASKS, Addition, make_task
+from tape_pe.tasks import Addition, make_task
 from tape_pe.tasks.base import RightPaddingCollator
-from tape_pe.tasks.characters import character_tokenizer
+from tape_pe.tasks.tokenizers import character_tokenizer
 
 SMALL = Addition(max_digits=2, eval_max_digits=3, pairs_per_cell=12)
 
@@ -224,8 +224,7 @@ def test_options_are_checked(options, message):
 def test_registry():
     assert make_task("addition", max_digits=3) == Addition(max_digits=3)
     assert Addition(max_digits=3).grid_digits == 6
-    with pytest.raises(ValueError, match=r"'subtraction'; it must be one of \['addition'\]"):
+    with pytest.raises(ValueError, match=r"'subtraction'; it must be one of \['addition', '"):
         make_task("subtraction")
-    assert set(TASKS) == {"addition"}
     with pytest.raises(ValueError, match=r"task.max_digits cannot be changed"):
         SMALL.with_evaluation_options({"max_digits": 3})

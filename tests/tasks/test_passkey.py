@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tape_pe.tasks.characters import character_tokenizer
 from tape_pe.tasks.passkey import LARGEST_KEY, NEW_TOKENS, PasskeyPrompts, PasskeyTexts, Prompt, answer_prompts, score
+from tape_pe.tasks.tokenizers import character_tokenizer
 
 SMALL = PasskeyTexts(introduction="k", filler="abc. de. ", key_sentence="<{key}>", question="?", answer="{key}.")
 

@@ -2,8 +2,21 @@
 
 from tape_pe.tasks.addition import Addition
 from tape_pe.tasks.base import Task
+from tape_pe.tasks.copying import Copy, Reverse
+from tape_pe.tasks.flip_flop import FlipFlop
+from tape_pe.tasks.modular_arithmetic import ModularArithmetic
+from tape_pe.tasks.recall import AssociativeRecall
+from tape_pe.tasks.state_tracking import StateTracking
 
-TASKS: dict[str, type[Task]] = {"addition": Addition}
+TASKS: dict[str, type[Task]] = {
+    "addition": Addition,
+    "state_tracking": StateTracking,
+    "flip_flop": FlipFlop,
+    "associative_recall": AssociativeRecall,
+    "copy": Copy,
+    "reverse": Reverse,
+    "modular_arithmetic": ModularArithmetic,
+}
 """Tasks by name. The fields of a task's dataclass are its options."""
 
 

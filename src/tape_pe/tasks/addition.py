@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from tape_pe.tasks.base import IGNORED_LABEL, Task
-from tape_pe.tasks.characters import character_tokenizer
 from tape_pe.tasks.counter import random_bits
+from tape_pe.tasks.tokenizers import character_tokenizer
 
 CHARACTERS = "0123456789+="
 # Streams of random numbers, kept apart by their first key.
