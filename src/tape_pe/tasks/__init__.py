@@ -4,7 +4,9 @@ from tape_pe.tasks.addition import Addition
 from tape_pe.tasks.base import Task
 from tape_pe.tasks.copying import Copy, Reverse
 from tape_pe.tasks.flip_flop import FlipFlop
+from tape_pe.tasks.language_modelling import LanguageModelling
 from tape_pe.tasks.modular_arithmetic import ModularArithmetic
+from tape_pe.tasks.passkey_training import Passkey
 from tape_pe.tasks.recall import AssociativeRecall
 from tape_pe.tasks.state_tracking import StateTracking
 
@@ -16,6 +18,8 @@ TASKS: dict[str, type[Task]] = {
     "copy": Copy,
     "reverse": Reverse,
     "modular_arithmetic": ModularArithmetic,
+    "passkey": Passkey,
+    "language_modelling": LanguageModelling,
 }
 """Tasks by name. The fields of a task's dataclass are its options."""
 
