@@ -137,7 +137,7 @@ def read_results(run: Path) -> list[Result]:
     path = run / RESULTS_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: evaluate the run first, with `tape evaluate {run}`")
-    return _read_lines(path, Result)
+    return read_lines(path, Result)
 
 
 def read_measurements(path: Path) -> list[Measurement]:
@@ -146,7 +146,7 @@ def read_measurements(path: Path) -> list[Measurement]:
     Raises:
         ValueError: a line is not a measurement; the message names the file and the line.
     """
-    return _read_lines(path, Measurement, torn_end=True) if path.is_file() else []
+    return read_lines(path, Measurement, torn_end=True) if path.is_file() else []
 
 
 def read_costs(path: Path) -> list[Cost]:
@@ -156,10 +156,21 @@ def read_costs(path: Path) -> list[Cost]:
         FileNotFoundError: there is no file.
         ValueError: a line is not a cost; the message names the file and the line.
     """
-    return _read_lines(path, Cost)
+    return read_lines(path, Cost)
 
 
-def _read_lines(path: Path, kind: type[RecordType], torn_end: bool = False) -> list[RecordType]:
+def read_lines(path: Path, kind: type[RecordType], torn_end: bool = False) -> list[RecordType]:
+    """Reads all lines of a file, oldest first.
+
+    Args:
+        path: the file.
+        kind: what its lines are.
+        torn_end: whether a last line that an interruption cut off is left out, and is no error.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: a line is something else; the message names the file and the line.
+    """
     known = {f.name for f in fields(kind)}
     text = whole_lines(path) if torn_end else path.read_text(encoding="utf-8")
     records = []

@@ -180,7 +180,7 @@ def check_run(
         if not resume and not overwrite:
             raise FileExistsError(f"output_dir is {run}, which holds a run already; use --resume or --overwrite")
         if resume:
-            _check_same_run(load_options(run), options)
+            check_same_run(load_options(run), options)
     if isinstance(resume, (str, os.PathLike)):
         if not (Path(resume) / PROGRESS_FILE).is_file():
             raise FileNotFoundError(f"checkpoint is {resume}, which is not a checkpoint of a run")
@@ -206,9 +206,9 @@ def _check_checkpoint(checkpoint: Path, options: RunOptions) -> None:
         )
 
 
-def _check_same_run(old: RunOptions, new: RunOptions) -> None:
+def check_same_run(old: RunOptions, new: RunOptions) -> None:
     """Raises ValueError where a resumed run would not be the run that was begun."""
-    before, after = old.sections(), new.sections()
+    before, after = (json.loads(json.dumps(options.sections())) for options in (old, new))  # as files have them
     defaults = {f.name: f.default for f in fields(TrainingArguments)}
     for sections in (before, after):
         sections["training"] = {**defaults, **sections["training"]}

@@ -28,6 +28,7 @@ def _train_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="Go on from the run folder's last checkpoint.")
     parser.add_argument("--checkpoint", type=str, help="With --resume: go on from this checkpoint folder instead.")
     parser.add_argument("--overwrite", action="store_true", help="Delete an earlier run in the same folder first.")
+    parser.add_argument("--evaluate", action="store_true", help="Score the run as well, as `tape evaluate` does.")
     parser.add_class_arguments(ModelOptions, "model")
     parser.add_class_arguments(TASKS[task], "task")
     parser.add_argument("--task.name", type=str, default=task, help=f"One of {', '.join(sorted(TASKS))}.")
@@ -80,6 +81,8 @@ def expand_config(arguments: list[str]) -> list[str]:
 
 
 def _train(namespace: Namespace) -> int:
+    from accelerate import PartialState
+
     from tape_pe.options import RunOptions
     from tape_pe.train import TrainingInterruptedError, check_run, train
 
@@ -96,7 +99,11 @@ def _train(namespace: Namespace) -> int:
     except TrainingInterruptedError as interruption:
         print(f"\nInterrupted: {interruption}\nGo on with: tape train {options.output_dir} --resume", file=sys.stderr)
         return 130
-    print(f"Trained: {run}\nNext: tape evaluate {run}")
+    print(f"Trained: {run}")
+    if not namespace.evaluate:
+        print(f"Next: tape evaluate {run}")
+    elif PartialState().is_main_process:
+        _score(run)
     return 0
 
 
@@ -119,19 +126,25 @@ def _evaluate_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _evaluate(namespace: Namespace) -> int:
-    from tape_pe.evaluate import check_evaluation, evaluate
+    from tape_pe.evaluate import check_evaluation
 
     run = Path(namespace.run)
     task_options = namespace.task.as_dict() if "task" in namespace else {}
     how = {"task_options": task_options, "batch_size": namespace.batch_size, "device": namespace.device}
     refusing(check_evaluation, run, **how)
     quiet_loading()
+    _score(run, **how)
+    return 0
+
+
+def _score(run: Path, **how: Any) -> None:
+    from tape_pe.evaluate import evaluate
+
     result = refusing(evaluate, run, **how)
     for name, value in result.metrics.items():
         if not isinstance(value, (list, dict)):
             print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     print(f"Evaluated in {result.eval_seconds:.1f} s; appended to {run / 'results.jsonl'}")
-    return 0
 
 
 def _report_arguments(parser: ArgumentParser, arguments: list[str]) -> None:

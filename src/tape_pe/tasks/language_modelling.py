@@ -81,7 +81,17 @@ class LanguageModelling(Task):
         return sorted({round(factor * self.length) for factor in self.eval_factors})
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, whose first tokens are `<pad>` and `<eos>`; byte-pair encoding is trained here."""
+        """The tokenizer, whose first tokens are `<pad>` and `<eos>`; byte-pair encoding is trained, once per task."""
+        return PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()),
+            pad_token=PAD,
+            eos_token=EOS,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -94,13 +104,7 @@ class LanguageModelling(Task):
         )
         texts = _beginning(read_texts(self.data), _BPE_CHARACTERS) if self.tokens == "bpe" else []
         backend.train_from_iterator(texts, trainer)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            pad_token=PAD,
-            eos_token=EOS,
-            padding_side="left",
-            clean_up_tokenization_spaces=False,
-        )
+        return backend
 
     @cached_property
     def training_tokens(self) -> np.ndarray:

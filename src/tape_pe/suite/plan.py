@@ -1,0 +1,309 @@
+"""What a suite runs: its file, the runs that follow from it, and which of them have finished."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
+from tape_pe.options import ModelOptions, RunOptions
+from tape_pe.results import RESULTS_FILE, Result, read_lines
+from tape_pe.tasks import make_task
+from tape_pe.train import build_config, check_run, check_same_run
+
+SUITE_FILE = "suite.yaml"
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """One task of a suite.
+
+    Args:
+        task: `name`, one of the registered tasks, and its options.
+        model: options of the model for this task, over those of the suite.
+        training: options of training for this task, over those of the suite.
+        encodings: labels of the encodings that this task runs with; default: all.
+    """
+
+    task: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    encodings: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a suite runs.
+
+    Args:
+        name: name of the suite.
+        encodings: by label, what sets a model apart: `encoding`, `encoding_options` or any other option of the model.
+            The label of an entry without `encoding` is the encoding's name.
+        tasks: by label.
+        seeds: seeds of initial weights and of data; runs with the same seed of a task see the same samples in the same
+            order.
+        model: options that all models share.
+        training: options of training that all runs share.
+        match_parameters: label of the encoding whose number of parameters all others are given, as nearly as one
+            `intermediate_size` allows; by default nothing is adjusted.
+        output_dir: the suite's folder; default: `runs/NAME`.
+        processes: runs at a time.
+        threads: CPU threads of each run.
+        launcher: what starts a run in place of Python, such as `accelerate launch --config_file FILE`.
+        flops_per_second: what the machine that the suite is meant for does, for an estimate of its time where that
+            cannot be measured here.
+    """
+
+    name: str
+    encodings: dict[str, dict[str, Any]]
+    tasks: dict[str, SuiteTask]
+    seeds: Sequence[int] = (0, 1, 2)
+    model: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    match_parameters: str | None = None
+    output_dir: str | None = None
+    processes: int = 2
+    threads: int = 1
+    launcher: str | None = None
+    flops_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "threads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds={list(self.seeds)!r}: different integers, one or more, are needed")
+        for name in ("encodings", "tasks"):
+            labels = getattr(self, name)
+            if not labels:
+                raise ValueError(f"{name}={labels!r}: at least one is needed")
+            for label in labels:
+                if not isinstance(label, str) or not label or set(label) & set("/\\ \t\n") or label.startswith("."):
+                    raise ValueError(f"{name}={label!r}: a label is a folder's name, without spaces or slashes")
+        for label, task in self.tasks.items():
+            for encoding in task.encodings or ():
+                if encoding not in self.encodings:
+                    raise ValueError(f"tasks.{label}.encodings={encoding!r}: one of {list(self.encodings)} is needed")
+        if self.match_parameters is not None and self.match_parameters not in self.encodings:
+            raise ValueError(
+                f"match_parameters={self.match_parameters!r}: one of {list(self.encodings)} is needed, or nothing"
+            )
+        if self.flops_per_second is not None and not self.flops_per_second > 0:
+            raise ValueError(f"flops_per_second={self.flops_per_second!r}: a positive number is needed")
+
+    @property
+    def folder(self) -> Path:
+        """The suite's folder."""
+        return Path(self.output_dir or f"runs/{self.name}")
+
+    @property
+    def launcher_words(self) -> list[str]:
+        """`launcher` as words of a command line."""
+        return shlex.split(self.launcher or "")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a suite.
+
+    Attributes:
+        name: `TASK/ENCODING/seed-N`.
+        options: the run's options; its folder is `name` in the suite's folder.
+        parameters: number of the model's parameters.
+    """
+
+    name: str
+    options: RunOptions
+    parameters: int
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.options.output_dir)
+
+
+def load_suite(path: Path, **changes: Any) -> Suite:
+    """Reads a suite's YAML file.
+
+    Args:
+        path: the file, or the folder of a suite that was begun.
+        changes: values in place of the file's; `None` stands for the file's own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a suite's; the message names the key.
+    """
+    if path.is_dir():
+        path = path / SUITE_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; a suite is a YAML file, or the folder of one that was begun")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no suite: keys such as encodings and tasks are needed")
+    values = {"name": path.stem, **values, **{key: value for key, value in changes.items() if value is not None}}
+    try:
+        _check_keys(Suite, values, "")
+        encodings = values["encodings"]
+        if isinstance(encodings, list):
+            encodings = dict.fromkeys(encodings)
+        values["encodings"] = {
+            label: _mapping(options, f"encodings.{label}")
+            for label, options in _mapping(encodings, "encodings").items()
+        }
+        tasks = {}
+        for label, entry in _mapping(values["tasks"], "tasks").items():
+            _check_keys(SuiteTask, _mapping(entry, f"tasks.{label}"), f"tasks.{label}.")
+            tasks[label] = SuiteTask(**entry)
+        return Suite(**{**values, "tasks": tasks})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def plan(suite: Suite) -> list[PlannedRun]:
+    """All runs in order: all tasks and encodings with the first seed, then with the next.
+
+    Raises:
+        ValueError, FileExistsError: a run that cannot work; the message names it.
+    """
+    runs = []
+    tasks = {label: _task(label, entry) for label, entry in suite.tasks.items()}
+    models: dict[tuple[str, str], tuple[ModelOptions, int]] = {}
+    for seed in suite.seeds:
+        for label, entry in suite.tasks.items():
+            for encoding in entry.encodings or suite.encodings:
+                name = f"{label}/{encoding}/seed-{seed}"
+                try:
+                    if (label, encoding) not in models:
+                        models[label, encoding] = _matched(suite, entry, tasks[label][1], encoding)
+                    model, parameters = models[label, encoding]
+                    training = {**suite.training, **entry.training, "seed": seed}
+                    training = {"report_to": "none", "disable_tqdm": True, **training}
+                    options = RunOptions(str(suite.folder / name), model, *tasks[label], training)
+                    if seed == suite.seeds[0] or Path(options.output_dir).exists():
+                        check_run(options, resume=True)
+                except (ValueError, OSError) as error:
+                    raise type(error)(f"{name}: {error}") from error
+                runs.append(PlannedRun(name, options, parameters))
+    return runs
+
+
+def finished_results(suite: Suite, runs: Sequence[PlannedRun]) -> dict[str, Result]:
+    """The results of those runs that have finished, by name: of the suite's result lines and of its run folders.
+
+    Raises:
+        ValueError: a line that cannot be read, or of a run with other options than planned.
+    """
+    lines = suite_lines(suite)
+    found = {}
+    for run in runs:
+        result = lines.get(run.name)
+        if result is None and (run.folder / RESULTS_FILE).is_file():
+            own = read_lines(run.folder / RESULTS_FILE, Result, torn_end=True)
+            whole = [line for line in own if line.steps >= run.options.training["max_steps"]]
+            result = replace(whole[-1], name=run.name) if whole else None
+        if result is not None:
+            sections = {key: result.config[key] for key in ("model", "task", "training")}
+            try:
+                check_same_run(RunOptions.from_sections({**sections, "output_dir": str(run.folder)}), run.options)
+            except ValueError as error:
+                raise ValueError(f"{run.name}: {error}; choose another output_dir for a changed suite") from error
+            found[run.name] = result
+    return found
+
+
+def suite_lines(suite: Suite) -> dict[str, Result]:
+    """The suite's result lines by name; none before its first run has finished."""
+    path = suite.folder / RESULTS_FILE
+    return {line.name: line for line in read_lines(path, Result, torn_end=True)} if path.is_file() else {}
+
+
+def write_suite(suite: Suite) -> str:
+    """The suite as YAML that `load_suite` reads."""
+    values = asdict(suite)
+    values["seeds"] = list(suite.seeds)
+    for entry in values["tasks"].values():
+        entry["encodings"] = list(entry["encodings"]) if entry["encodings"] else None
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def run_config(run: PlannedRun) -> str:
+    """The configuration file of a run, as YAML that `tape train` reads."""
+    sections = run.options.sections()
+    sections["model"] = {key: value for key, value in sections["model"].items() if value is not None}
+    return yaml.safe_dump(json.loads(json.dumps(sections)), sort_keys=False)
+
+
+def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:
+    known = [f.name for f in fields(kind)]
+    unknown = [str(key) for key in values if key not in known]
+    if unknown:
+        raise ValueError(f"{prefix}{unknown[0]} is not a key; the keys are {', '.join(known)}")
+    for name in ("encodings", "tasks") if kind is Suite else ("task",):
+        if name not in values:
+            raise ValueError(f"{prefix}{name} is missing")
+    for name in ("model", "training", "task"):
+        if name in values:
+            _mapping(values[name], prefix + name)
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r}: keys and values are needed")
+    return value
+
+
+def _task(label: str, entry: SuiteTask) -> tuple[str, Any]:
+    options = dict(entry.task)
+    name = options.pop("name", label)
+    try:
+        return name, make_task(name, **options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"tasks.{label}: {error}") from error
+
+
+def _model(suite: Suite, entry: SuiteTask, label: str) -> ModelOptions:
+    own = dict(suite.encodings[label])
+    own.setdefault("encoding", label)
+    values = {**suite.model, **entry.model, **own}
+    known = [f.name for f in fields(ModelOptions)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"model.{unknown[0]} is not an option; the options are {known}")
+    return ModelOptions(**values)
+
+
+def _matched(suite: Suite, entry: SuiteTask, task: Any, label: str) -> tuple[ModelOptions, int]:
+    """The model's options, its MLP's width adjusted to `match_parameters`, and its number of parameters."""
+    tokenizer = task.tokenizer()
+    options = _model(suite, entry, label)
+    count = _parameters(build_config(options, tokenizer))
+    if suite.match_parameters is None:
+        return options, count
+    target = _parameters(build_config(_model(suite, entry, suite.match_parameters), tokenizer))
+    wider = replace(options, intermediate_size=options.intermediate_size + 1)
+    by_one = _parameters(build_config(wider, tokenizer)) - count
+    width = options.intermediate_size + round((target - count) / by_one)
+    if width < 1:
+        raise ValueError(
+            f"match_parameters={suite.match_parameters!r}: {label} has {count - target} parameters more, "
+            f"which an MLP of width {options.intermediate_size} cannot make up for"
+        )
+    return replace(options, intermediate_size=width), count + (width - options.intermediate_size) * by_one
+
+
+def _parameters(config: TapeLMConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in TapeLMForCausalLM(config).parameters())

@@ -1,0 +1,158 @@
+"""Runs a suite: some processes at a time, a line for each run that finishes, and the rest goes on when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tape_pe.files import write_text
+from tape_pe.results import RESULTS_FILE, Result, append_line, append_values
+from tape_pe.suite.plan import SUITE_FILE, PlannedRun, Suite, finished_results, run_config, suite_lines, write_suite
+
+FAILURES_FILE = "failures.jsonl"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed.
+
+    Attributes:
+        name: `TASK/ENCODING/seed-N`.
+        exit_code: of its process; negative where a signal ended it.
+        message: the last line of its log.
+    """
+
+    name: str
+    exit_code: int
+    message: str
+
+
+class SuiteInterruptedError(Exception):
+    """The suite was asked to stop; its runs have saved their state, and the same command goes on."""
+
+
+def run_suite(
+    suite: Suite,
+    runs: Sequence[PlannedRun],
+    *,
+    on_end: Callable[[Result | Failure], None] = lambda _: None,
+) -> tuple[list[Result], list[Failure]]:
+    """Trains and scores all runs that have not finished yet.
+
+    SIGINT and SIGTERM stop it: runs in progress save a checkpoint, from which the next call goes on.
+
+    Args:
+        suite: the suite.
+        runs: its runs, from `plan`.
+        on_end: called in this thread with what came of each run, as they end.
+
+    Returns:
+        The results of all finished runs, in the order of `runs`, and the failures of this call.
+
+    Raises:
+        ValueError: the suite's folder has results of other options; nothing has been started then.
+        SuiteInterruptedError: a signal stopped it.
+    """
+    results = finished_results(suite, runs)
+    suite.folder.mkdir(parents=True, exist_ok=True)
+    write_text(suite.folder / SUITE_FILE, write_suite(suite))
+    lines = suite.folder / RESULTS_FILE
+    written = suite_lines(suite)
+    for name in (run.name for run in runs if run.name in results and run.name not in written):
+        append_line(lines, results[name])
+    (suite.folder / FAILURES_FILE).unlink(missing_ok=True)
+    failures = []
+    processes = _Processes(suite)
+    with _signals_stop(processes), ThreadPoolExecutor(suite.processes) as pool:
+        waiting = [pool.submit(processes.run, run) for run in runs if run.name not in results]
+        for future in as_completed(waiting):
+            outcome = future.result()
+            if isinstance(outcome, Result):
+                results[outcome.name] = outcome
+                append_line(lines, outcome)
+            elif isinstance(outcome, Failure):
+                failures.append(outcome)
+                append_values(suite.folder / FAILURES_FILE, asdict(outcome))
+            else:
+                continue
+            on_end(outcome)
+    if processes.stopped:
+        raise SuiteInterruptedError(f"stopped with {len(results)} of {len(runs)} runs finished")
+    return [results[run.name] for run in runs if run.name in results], failures
+
+
+class _Processes:
+    """The processes of runs; `stop` lets those that run save their state, and starts no more."""
+
+    def __init__(self, suite: Suite) -> None:
+        self.suite = suite
+        self.stopped = False
+        self._running: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                process.terminate()
+
+    def run(self, run: PlannedRun) -> Result | Failure | None:
+        """Trains and scores a run; `None` where it was stopped."""
+        config, log = (run.folder.with_name(run.folder.name + ending) for ending in (".yaml", ".log"))
+        config.parent.mkdir(parents=True, exist_ok=True)
+        write_text(config, run_config(run))
+        start = self.suite.launcher_words or [sys.executable]
+        command = [*start, "-m", "tape_pe.cli", "train", str(config), "--resume", "--evaluate"]
+        threads = str(self.suite.threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("ab") as output:
+            with self._lock:
+                if self.stopped:
+                    return None
+                # In a session of its own, so that Ctrl-C in a terminal reaches it once: through `stop`.
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=output, env=environment, start_new_session=True
+                )
+                self._running.add(process)
+            code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        if code == 0 and (result := finished_results(self.suite, [run]).get(run.name)):
+            return result
+        return None if self.stopped else Failure(run.name, code, _last_line(log))
+
+
+@contextmanager
+def _signals_stop(processes: _Processes) -> Iterator[None]:
+    """Makes SIGINT and SIGTERM stop the processes; a second one acts as usual."""
+    previous: dict[int, Any] = {}
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        restore()
+        threading.Thread(target=processes.stop).start()  # not here: this thread may hold the lock
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
