@@ -168,6 +168,7 @@ def check_run(
         ValueError, FileExistsError, FileNotFoundError: see `train`.
     """
     select_backend(training_arguments(options).device)
+    options.task.check()
     build_config(options.model, options.task.tokenizer())
     run = Path(options.output_dir)
     if resume and overwrite:

@@ -60,10 +60,12 @@ def split_input(dataset: str, text: str) -> tuple[str, str, tuple[str, ...]]:
     blank = text.find("\n\n")
     if dataset in _WITHOUT_QUERY or blank < 0:
         return "", text, ()
-    end, options = blank + 2, ()
-    if dataset == "quality" and (match := _OPTIONS.match(text, end)):
-        end, options = match.end(), tuple(" ".join(option.split()) for option in match.groups())
-    return text[:end], text[end:], options
+    end = blank + 2
+    match = _OPTIONS.match(text, end) if dataset == "quality" else None
+    if match is None:
+        return text[:end], text[end:], ()
+    options = tuple(" ".join(option.split()) for option in match.groups())
+    return text[: match.end()], text[match.end() :], options
 
 
 def read_examples(data: str, dataset: str, split: str) -> list[Example]:
