@@ -1,4 +1,4 @@
-"""SCROLLS as a task: prompts, training samples, scores and choices, and what is refused before any work."""
+"""SCROLLS as a task: training samples, scores and choices, and what is refused before any work."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tape_pe.cli import main
+from tape_pe.options import load_options
 from tape_pe.results import read_results
 from tape_pe.tasks import make_task
 from tape_pe.tasks.base import IGNORED_LABEL
 from tape_pe.tasks.scrolls import Scrolls
-from tape_pe.tasks.scrolls_data import Example, read_examples
+from tape_pe.tasks.scrolls_data import read_examples
 from tape_pe.tasks.scrolls_metrics import DATASETS
-from tape_pe.tasks.scrolls_prompts import PromptMaker, log_likelihoods
-from tape_pe.tasks.tokenizers import byte_tokenizer, leading_tokens
+from tape_pe.tasks.tokenizers import byte_tokenizer
 
 DATA = Path(__file__).parents[1] / "data" / "scrolls"
 PREDICTIONS = json.loads((DATA / "predictions.json").read_text(encoding="utf-8"))
@@ -38,63 +38,6 @@ def copy_of(folder: Path, dataset: str, **splits: list[dict]) -> str:
         with (folder / dataset / f"{split}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in added)
     return str(folder)
-
-
-# --- prompts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("truncation", ["end", "middle"])
-@pytest.mark.parametrize("document", ["", "short", "größer " * 40, "0123456789" * 600])
-def test_only_the_document_is_cut(truncation, document):
-    maker = PromptMaker(TOKENIZER, truncation, 20)
-    example = Example("x", "Who?\n\n", document, ())
-    fixed, size = len("Who?\n\n\n\nAnswer:"), len(document.encode())
-    for length in (fixed + 1, fixed + 2, fixed + 41, fixed + size - 1, fixed + size, fixed + size + 1):
-        if length <= fixed:
-            continue
-        ids, cut = maker.prompt(example, length)
-        text = TOKENIZER.decode(ids).encode()
-        assert cut == (fixed + size > length)
-        assert len(ids) == min(length, fixed + size)
-        room = length - fixed
-        kept = document.encode()
-        if cut and truncation == "end":
-            kept = kept[:room]
-        elif cut:
-            kept = kept[: room - room // 2] + kept[size - room // 2 :]
-        assert text == f"Who?\n\n{kept.decode(errors='replace')}\n\nAnswer:".encode()
-
-
-def test_what_the_tokenizer_puts_before_texts_is_put_before_prompts(passkey_tokenizer):
-    assert leading_tokens(passkey_tokenizer, "Answer:") == [passkey_tokenizer.bos_token_id]
-    assert leading_tokens(TOKENIZER, "Answer:") == []
-    ids, _ = PromptMaker(passkey_tokenizer, "end", 20).prompt(Example("x", "", "The grass is green.", ()), 100)
-    assert ids[0] == passkey_tokenizer.bos_token_id
-    assert ids.count(passkey_tokenizer.bos_token_id) == 1
-
-
-def test_long_documents_are_not_tokenised_whole(monkeypatch):
-    """What is kept of them is the same all the same."""
-    document = " ".join(f"word{n}" for n in range(20_000))
-    for truncation in ("end", "middle"):
-        maker, example = PromptMaker(TOKENIZER, truncation, 20), Example("x", "Who?\n\n", document, ())
-        seen = []
-        tokenise = maker._ids
-        maker._ids = lambda text, tokenise=tokenise, seen=seen: seen.append(len(text)) or tokenise(text)
-        ids, cut = maker.prompt(example, 200)
-        assert cut
-        assert max(seen) < len(document) / 10
-        monkeypatch.setattr("tape_pe.tasks.scrolls_prompts._CHARACTERS", 10**9)
-        assert maker.prompt(example, 200) == (ids, True)
-        assert max(seen) == len(document)
-        monkeypatch.undo()
-
-
-def test_answers_end_unless_they_are_cut():
-    maker = PromptMaker(TOKENIZER, "end", 6)
-    assert maker.answer("four") == ([*TOKENIZER(" four")["input_ids"], EOS], False)
-    assert maker.answer("seven") == (TOKENIZER(" seven")["input_ids"], True)
-    assert maker.answer("") == ([*TOKENIZER(" ")["input_ids"], EOS], False)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -272,18 +215,6 @@ def test_evenly_spaced_examples():
 # --- multiple choice -------------------------------------------------------------------------------------------------
 
 
-def test_log_likelihoods_are_those_of_each_answer_alone(make_model):
-    model = make_model("tape", vocab_size=len(TOKENIZER)).double()
-    prompt = TOKENIZER("Who ate it?\n\nAnswer:")["input_ids"]
-    answers = [[*TOKENIZER(text)["input_ids"], EOS] for text in (" he", " a long answer", " we", " nobody")]
-    expected = []
-    for answer in answers:
-        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0].detach().log_softmax(-1)
-        expected.append(sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(answer)))
-    for rows in (1, 3, 4):
-        assert log_likelihoods(model, prompt, answers, rows) == pytest.approx(expected, abs=1e-4)
-
-
 class Chooser(Scripted):
     """A model for which the tokens of `liked` are likelier than all others wherever they are asked for."""
 
@@ -383,8 +314,9 @@ def test_splits_without_outputs_or_missing_splits_are_refused(tmp_path):
 def test_train_evaluate_and_generate(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = ["--model.hidden_size", "16", "--model.intermediate_size", "32", "--model.num_hidden_layers", "2"]
-    sizes += ["--model.num_attention_heads", "2", "--training.max_steps", "3", "--training.disable_tqdm", "true"]
-    sizes += ["--training.per_device_train_batch_size", "2", "--training.save_strategy", "no"]
+    sizes += ["--model.num_attention_heads", "2", "--model.encoding_options", '{"position_size": 8}']
+    steps = ["--training.max_steps", "3", "--training.per_device_train_batch_size", "2", "--training.disable_tqdm"]
+    sizes += [*steps, "true", "--training.save_strategy", "no"]
     task = ["--task.name", "scrolls", "--task.dataset", "quality", "--task.data", str(DATA), "--task.length", "300"]
     short = [*task, "--task.max_new_tokens", "40"]
     assert main(["train", "--output_dir", "refused", *short, "--task.length", "60", *sizes]) == 2
@@ -399,3 +331,11 @@ def test_train_evaluate_and_generate(tmp_path, monkeypatch, capsys):
     assert (line.task, line.metrics["examples"], line.metrics["scored_length"]) == ("scrolls", 2, 300)
     assert line.config["data"] == {"samples": 6, "gold_outputs": 2, "outputs_cut": 0, "overlap_dropped": 0}
     assert main(["generate", "run", "What went wrong?\n\nThe ferry was late."]) == 0
+
+    config = str(DATA.parents[1].parent / "configs" / "scrolls.yaml")
+    again = ["--model.init_from", "run", "--task.tokens", "run", "--training.bf16", "false", *short[2:]]
+    assert main(["train", config, "--output_dir", "second", *again, *sizes]) == 0
+    options = load_options(Path("second"))
+    assert (options.model.init_from, options.task.tokens, options.training["learning_rate"]) == ("run", "run", 1e-5)
+    assert main(["train", config, "--output_dir", "third", *again, *sizes, "--model.num_attention_heads", "4"]) == 2
+    assert "model.num_attention_heads=4: must be as in model.init_from='run', 2" in capsys.readouterr().err

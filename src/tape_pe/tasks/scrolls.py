@@ -5,6 +5,7 @@ Prompts and samples are those of `tape_pe.tasks.scrolls_prompts`, scores those o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,14 +142,14 @@ class Scrolls(Task):
     def training_split(self) -> tuple[list[Example], int]:
         """Training examples with outputs whose id and input are in no other split; and how many were dropped for it."""
         ids: set[str] = set()
-        inputs: set[str] = set()
+        inputs: set[bytes] = set()
         for split in SPLITS[1:]:
             if has_split(self.data, self.dataset, split):
                 for example in read_examples(self.data, self.dataset, split):
                     ids.add(example.id)
-                    inputs.add(example.input.strip())
+                    inputs.add(_digest(example))
         examples = [example for example in read_examples(self.data, self.dataset, SPLITS[0]) if example.outputs]
-        kept = [example for example in examples if example.id not in ids and example.input.strip() not in inputs]
+        kept = [example for example in examples if example.id not in ids and _digest(example) not in inputs]
         if not kept:
             raise ValueError(f"task.data={self.data!r}: of {len(examples)} training examples none is in no other split")
         return kept, len(examples) - len(kept)
@@ -309,6 +310,11 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of an answer, up to its end of sequence."""
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
     return str(tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+
+
+def _digest(example: Example) -> bytes:
+    """Stands for an input, which can have hundreds of thousands of characters."""
+    return hashlib.sha256(example.input.strip().encode()).digest()
 
 
 def _rows(batch_size: int, length: int) -> int:
