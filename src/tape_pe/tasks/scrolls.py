@@ -49,13 +49,14 @@ class Scrolls(Task):
 
     Args:
         dataset: the data set, by the benchmark's name.
-        data: a folder, zip file or hub name, see `tape_pe.tasks.scrolls_data.read_examples`.
+        data: a folder with `DATASET/SPLIT.jsonl`, `SPLIT.jsonl` or `DATASET.zip` in it, such a zip file, or the name of
+            a data set on the hub that has these zip files.
         tokens: `"byte"` for one token per byte, `"bpe"` for byte-pair encoding of the training inputs, or the folder or
             hub name of a tokenizer, such as the folder of a run.
         vocab_size: of `"bpe"`, at least 512.
         length: most tokens of a training sample, with its output.
         max_new_tokens: most tokens of an output with its end of sequence, trained on or written; longer ones are cut
-            for training. Default: by data set, see `NEW_TOKENS`; bytes need more.
+            for training. Default: 16 (contract_nli) to 768 (gov_report); bytes need more.
         truncation: which part of a long document goes: its `"end"`, or its `"middle"`.
         eval_split: the split to score.
         eval_length: tokens of an evaluation prompt and its answer; default: `length`.
