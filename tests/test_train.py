@@ -174,6 +174,34 @@ def test_nan_loss_names_the_step(make_options):
         train(make_options(learning_rate=1e30, warmup_steps=0, max_grad_norm=0))
 
 
+def test_a_run_can_start_from_the_weights_of_another(make_options, tmp_path):
+    first = train(make_options("first", max_steps=4))
+    start = weights(first)
+
+    def second(**changes):
+        options = make_options("second", max_steps=1, learning_rate=0.0)
+        model = dataclasses.replace(options.model, **{"init_from": str(first), **changes})
+        return dataclasses.replace(options, model=model)
+
+    model = build_model(second(max_position_embeddings=64).model, second().task.tokenizer(), seed=9)
+    assert model.config.max_position_embeddings == 64
+    for found in (model.state_dict(), weights(train(second()))):  # the learning rate is 0
+        assert all(torch.equal(found[name], value) for name, value in start.items())
+    for changes, message in (
+        ({"num_attention_heads": 4}, r"model.num_attention_heads=4: must be as in model.init_from="),
+        ({"encoding": "rope"}, r"model.encoding='rope': must be as in"),
+        ({"encoding_options": {"position_size": 5}}, r"model.encoding_options=.*position_size=5"),
+        ({"init_from": str(tmp_path)}, r"model.init_from=.*: the folder of a finished run"),
+        ({"init_from": str(tmp_path / "second")}, r"model.init_from=.*: must not be output_dir"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(second(**changes), overwrite=True)
+    (first / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="a file of weights is damaged"):
+        train(second(), overwrite=True)
+    assert (tmp_path / "second" / "training.json").is_file(), "nothing was deleted"
+
+
 def test_accumulated_gradient_equals_that_of_the_full_batch(make_options, tmp_path):
     """Rows of unequal length: the mean over micro-batches would weigh short sums too much."""
 

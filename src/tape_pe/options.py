@@ -56,6 +56,9 @@ class ModelOptions:
         rope_parameters: as in transformers, for example `{"rope_type": "default", "rope_theta": 10000.0}`.
         encoding: name of the positional encoding.
         encoding_options: options of that encoding.
+        init_from: folder of a finished run, or of a saved decoder, whose weights training starts from; default: new
+            ones, drawn by the seed. Sizes and encoding have to be that model's; only `rope_parameters`,
+            `max_position_embeddings` and `initializer_range` may differ.
     """
 
     hidden_size: int = 128
@@ -72,6 +75,7 @@ class ModelOptions:
     rope_parameters: dict[str, Any] | None = None
     encoding: str = "tape"
     encoding_options: dict[str, Any] | None = None
+    init_from: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import (
+    AutoConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -75,6 +76,7 @@ def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> T
     """
     try:
         values = asdict(options)
+        del values["init_from"]
         values["encoding_options"] = get_encoding(options.encoding).options_for(
             tokenizer, options.encoding_options or {}
         )
@@ -90,10 +92,33 @@ def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> T
 
 
 def build_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> TapeLMForCausalLM:
-    """A freshly initialised model; `seed` defines its weights."""
+    """A model with new weights, which `seed` defines, or with those of `options.init_from`.
+
+    Raises:
+        ValueError: see `build_config`; or the weights cannot be read, or are of another model.
+    """
     config = build_config(options, tokenizer)
     set_seed(seed)
-    return TapeLMForCausalLM(config)
+    if options.init_from is None:
+        return TapeLMForCausalLM(config)
+    _check_same_model(options.init_from, config)
+    return TapeLMForCausalLM.from_pretrained(options.init_from, config=config)
+
+
+def _check_same_model(folder: str, config: TapeLMConfig) -> None:
+    """Raises ValueError unless a folder holds a model that differs from `config` in nothing that its weights fix."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"model.init_from={folder!r}: the folder of a finished run or of a saved model is needed")
+    other = AutoConfig.from_pretrained(folder)
+    if not isinstance(other, TapeLMConfig):
+        raise ValueError(f"model.init_from={folder!r}: a model of this package is needed, not {other.model_type}")
+    free = {"init_from", "encoding_options", "rope_parameters", "max_position_embeddings", "initializer_range"}
+    fixed = ["vocab_size", *(f.name for f in fields(ModelOptions) if f.name not in free)]
+    pairs = {name: (getattr(config, name), getattr(other, name)) for name in fixed}
+    pairs["encoding_options"] = (config.parsed_encoding_options(), other.parsed_encoding_options())
+    for name, (here, there) in pairs.items():
+        if here != there:
+            raise ValueError(f"model.{name}={here!r}: must be as in model.init_from={folder!r}, {there!r}")
 
 
 def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False, overwrite: bool = False) -> Path:
@@ -168,8 +193,13 @@ def check_run(
         ValueError, FileExistsError, FileNotFoundError: see `train`.
     """
     select_backend(training_arguments(options).device)
-    build_config(options.model, options.task.tokenizer())
-    run = Path(options.output_dir)
+    options.task.check()
+    run, tokenizer = Path(options.output_dir), options.task.tokenizer()
+    build_config(options.model, tokenizer)
+    if options.model.init_from is not None:
+        if Path(options.model.init_from).resolve() == run.resolve():
+            raise ValueError(f"model.init_from={options.model.init_from!r}: must not be output_dir")
+        build_model(options.model, tokenizer, seed=0)
     if resume and overwrite:
         raise ValueError("resume and overwrite are both set; at most one can be")
     if run.exists() and not run.is_dir():

@@ -124,6 +124,10 @@ def test_a_model_that_repeats_the_answer_as_a_longer_number_is_wrong(passkey_tok
         (" one", False, False),
         (" 12", False, False),
         (" 5, then 123", False, False),
+        (" 0123", False, False),
+        (" 1 2 3", False, False),
+        (" 12.3", False, False),
+        ("", False, False),
     ],
 )
 def test_two_protocols(passkey_tokenizer, text, exact, first):
@@ -167,6 +171,17 @@ def test_words_that_the_tokenizer_cannot_take(passkey_tokenizer):
         PasskeyPrompts(character_tokenizer("0123456789"))
     with pytest.raises(ValueError, match=r"texts.question=.*: the tokenizer joins its end with the answer"):
         PasskeyPrompts(passkey_tokenizer, PasskeyTexts(question=" the pas", answer="s {key}"))
+
+
+def test_a_prompt_that_cannot_fit_is_refused_at_once():
+    """`k<50000>?` takes nine tokens, `k<7>?` five."""
+    prompts = PasskeyPrompts(character_tokenizer("0123456789abcdek<>?. "), SMALL)
+    assert prompts.tokenizer.decode(prompts.make(9, 0.5, 50000).input_ids) == "k<50000>?"
+    assert prompts.tokenizer.decode(prompts.make(5, 0.5, 7).input_ids) == "k<7>?"
+    with pytest.raises(ValueError, match="length=8: a prompt with key 50000 takes 9 tokens without any filler"):
+        prompts.make(8, 0.5, 50000)
+    with pytest.raises(ValueError, match="length=8: a prompt with key 50000 takes 9 tokens"):
+        prompts.check_length(8)
 
 
 @pytest.mark.parametrize("depth", [-0.1, 1.1, float("nan")])

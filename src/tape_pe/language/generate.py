@@ -1,8 +1,9 @@
-"""Text from pretrained models: one prompt, greedily or by sampling, shown while it is written."""
+"""What models write: one prompt, greedily or by sampling, shown while it is written; and many prompts together."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,34 @@ GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that fills rows behind their end: padding, or EOS for tokenizers without."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def continue_greedily(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """What a model writes behind prompts that it reads together, padded on the left where they are shorter.
+
+    Args:
+        model: anything with `generate` and `device` as in transformers.
+        tokenizer: says which token fills rows.
+        prompts: token ids of the prompts.
+        max_new_tokens: most tokens to write; those behind a row's end of sequence are padding.
+    """
+    longest = max(map(len, prompts))
+    fill = padding_id(tokenizer)
+    rows = [[fill] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            max_new_tokens=max_new_tokens,
+            num_beams=1,
+            use_cache=True,
+            pad_token_id=fill,
+            **GREEDY,
+        )
+    return output[:, longest:].tolist()
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def read_texts(data: str, *, split: str = "train", text_field: str = "text", str
         read = _folder_reader(path, text_field)
     elif path.is_file():
         read = _file_reader(path, text_field)
-    elif _is_path(data):
+    elif is_path(data):
         raise FileNotFoundError(f"data={data!r}: does not exist; it must be a file, a folder or a data set")
     else:
         read = _hub_reader(data, split, text_field, streaming)
@@ -117,7 +117,7 @@ def _blocks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: in
         waiting = waiting[full:]
 
 
-def _is_path(data: str) -> bool:
+def is_path(data: str) -> bool:
     """Whether a name that does not exist here was meant as a path, not as the name of a data set."""
     name = data.partition(":")[0]
     return (
@@ -150,16 +150,29 @@ def _document(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
+def json_lines(lines: Iterable[str], name: object) -> Iterator[tuple[str, Any]]:
+    """The records of a JSONL file, each with the place where it stands; empty lines are left out.
+
+    Args:
+        lines: the file's lines.
+        name: what messages call the file.
+
+    Raises:
+        ValueError: a line is not JSON.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{name}, line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}, line {number}: not JSON ({error})") from error
+
+
 def _records(path: Path, text_field: str) -> Iterator[str]:
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            yield _field(record, text_field, f"{path}, line {number}")
+        for where, record in json_lines(lines, path):
+            yield _field(record, text_field, where)
 
 
 def _field(record: Any, text_field: str, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Synthetic tasks: generators, tokenizers and scorers. A new task is one file and one line of `TASKS`."""
+"""Tasks: samples, tokenizers and scorers. A new task is one file and one line of `TASKS`."""
 
 from tape_pe.tasks.addition import Addition
 from tape_pe.tasks.base import Task
@@ -8,6 +8,7 @@ from tape_pe.tasks.language_modelling import LanguageModelling
 from tape_pe.tasks.modular_arithmetic import ModularArithmetic
 from tape_pe.tasks.passkey_training import Passkey
 from tape_pe.tasks.recall import AssociativeRecall
+from tape_pe.tasks.scrolls import Scrolls
 from tape_pe.tasks.state_tracking import StateTracking
 
 TASKS: dict[str, type[Task]] = {
@@ -20,6 +21,7 @@ TASKS: dict[str, type[Task]] = {
     "modular_arithmetic": ModularArithmetic,
     "passkey": Passkey,
     "language_modelling": LanguageModelling,
+    "scrolls": Scrolls,
 }
 """Tasks by name. The fields of a task's dataclass are its options."""
 

@@ -56,6 +56,13 @@ class Task(abc.ABC):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """A fresh tokenizer of the task; it pads on the left, as generation needs."""
 
+    def check(self) -> None:  # noqa: B027 - most tasks have refused everything by now
+        """Refuses what cannot work and only the data show; called before anything is written.
+
+        Raises:
+            ValueError, FileNotFoundError: the data cannot be read or do not fit; the message says which and why.
+        """
+
     @abc.abstractmethod
     def training_dataset(self, seed: int, size: int) -> Dataset:
         """`size` training samples, sample `i` being a function of `(seed, i)` alone.

@@ -6,8 +6,9 @@ one token per byte, or is byte-pair encoding trained on the same text.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -15,21 +16,18 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from tape_pe.language.generate import GREEDY, padding_id
 from tape_pe.language.perplexity import perplexity
 from tape_pe.language.text import STDLIB, has_splits, read_texts, token_blocks
 from tape_pe.tasks.base import Task
 from tape_pe.tasks.counter import random_bits
-from tape_pe.tasks.tokenizers import EOS, PAD
+from tape_pe.tasks.tokenizers import bpe_tokenizer, byte_tokenizer
 
 TokenizerKind = Literal["byte", "bpe"]
 _TRAINING = 1
-_BPE_CHARACTERS = 4_000_000
-"""Of so much text byte-pair encoding learns its merges."""
 _READ_AT_ONCE = 64  # less than so many tokens at the end of a text are not read
 
 
@@ -82,29 +80,11 @@ class LanguageModelling(Task):
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, whose first tokens are `<pad>` and `<eos>`; byte-pair encoding is trained, once per task."""
-        return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()),
-            pad_token=PAD,
-            eos_token=EOS,
-            padding_side="left",
-            clean_up_tokenization_spaces=False,
-        )
+        return copy.deepcopy(self._tokenizer)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(
-            vocab_size=self.vocab_size if self.tokens == "bpe" else len(alphabet) + 2,
-            special_tokens=[PAD, EOS],
-            initial_alphabet=alphabet,
-            show_progress=False,
-        )
-        texts = _beginning(read_texts(self.data), _BPE_CHARACTERS) if self.tokens == "bpe" else []
-        backend.train_from_iterator(texts, trainer)
-        return backend
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return byte_tokenizer() if self.tokens == "byte" else bpe_tokenizer(read_texts(self.data), self.vocab_size)
 
     @cached_property
     def training_tokens(self) -> np.ndarray:
@@ -192,15 +172,6 @@ class TextDataset(Dataset):
         start = int(bits % np.uint64(len(self.tokens) - self.length + 1))
         piece = self.tokens[start : start + self.length].astype(np.int64)
         return {"input_ids": piece, "labels": piece.copy()}
-
-
-def _beginning(texts: Iterable[str], characters: int) -> Iterable[str]:
-    """Texts until they have so many characters."""
-    for text in texts:
-        yield text[:characters]
-        characters -= len(text)
-        if characters <= 0:
-            return
 
 
 def _first_tokens(data: str, split: str, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:

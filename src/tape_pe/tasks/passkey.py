@@ -7,16 +7,16 @@ tokenised one by one and joined as tokens, so a prompt has exactly the length th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.language.generate import GREEDY, padding_id
+from tape_pe.language.generate import continue_greedily
 from tape_pe.tasks.counter import random_bits
+from tape_pe.tasks.tokenizers import leading_tokens
 
 LARGEST_KEY = 50_000
 NEW_TOKENS = 10
@@ -106,9 +106,9 @@ class PasskeyPrompts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: PasskeyTexts | None = None) -> None:
         self.tokenizer, self.texts = tokenizer, texts or PasskeyTexts()
-        self._introduction = self._beginning() + self._ids(self.texts.introduction)
         sentences = re.split(r"(?<=[.!?\n])(?=\s)", self.texts.filler)
         self._sentences = [ids for sentence in sentences if (ids := self._ids(sentence))]
+        self._introduction = leading_tokens(tokenizer, self.texts.filler) + self._ids(self.texts.introduction)
         self._question = self._ids(self.texts.question)
         self._answer(LARGEST_KEY)
         if not self._sentences:
@@ -119,12 +119,6 @@ class PasskeyPrompts:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise ValueError(f"texts: the tokenizer does not know {text!r}: {error}") from error
-
-    def _beginning(self) -> list[int]:
-        """The tokens that the tokenizer puts before every text."""
-        plain, whole = self._ids(self.texts.filler), list(self.tokenizer(self.texts.filler)["input_ids"])
-        starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
-        return whole[: next(starts, 0)]
 
     def shortest(self, key: int = LARGEST_KEY) -> int:
         """Tokens of a prompt without any filler."""
@@ -225,7 +219,9 @@ def answer_prompts(
     answers = []
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
-        for prompt, new in zip(batch, _generate(model, tokenizer, batch), strict=True):
+        longest = max(NEW_TOKENS, 1 + max(len(prompt.answer_ids) for prompt in batch))
+        written = continue_greedily(model, tokenizer, [prompt.input_ids for prompt in batch], longest)
+        for prompt, new in zip(batch, written, strict=True):
             answers.append(score(tokenizer, prompt, new))
         if progress is not None:
             progress.update(len(batch))
@@ -239,19 +235,3 @@ def score(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_ids: Sequence[
     text = tokenizer.decode(new_ids[:NEW_TOKENS], skip_special_tokens=True)
     exact = list(new_ids[: len(expected)]) == expected and first_number(whole) == key
     return Answer(text, exact, first_number(text) == key)
-
-
-def _generate(model: Any, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt]) -> Iterator[list[int]]:
-    input_ids = torch.tensor([prompt.input_ids for prompt in batch], device=model.device)
-    longest = max(NEW_TOKENS, 1 + max(len(prompt.answer_ids) for prompt in batch))
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=longest,
-            num_beams=1,
-            use_cache=True,
-            pad_token_id=padding_id(tokenizer),
-            **GREEDY,
-        )
-    yield from output[:, input_ids.shape[1] :].tolist()
