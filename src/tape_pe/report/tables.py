@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from tape_pe.report import addition
+from tape_pe.report import addition, sizes
 from tape_pe.report.parts import MISSING, Cell, Column, Run, Table, TaskReport, duration, metric
 from tape_pe.results import Result
 
-TASK_REPORTS: dict[str, TaskReport] = {"addition": addition.REPORT}  # a further task adds its line here
+TASK_REPORTS: dict[str, TaskReport] = {"addition": addition.REPORT, **sizes.REPORTS}  # a further task adds its line
 NOT_SET = "not set"
 # Keys that do not make two configurations different; how many samples were drawn again follows from the seed.
 NOT_A_VARIANT = {"seed", "name", "run", "output", "output_dir", "redrawn"}
