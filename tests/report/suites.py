@@ -62,7 +62,7 @@ def metrics(task: str, skill: float) -> dict[str, Any]:
         names = [f"{length} tokens, {pairs} pairs" for length, pairs in sizes]
     token = [float(1 / (1 + (1 - skill) * max(0, index - 2))) for index in range(len(sizes))]
     whole = token if task == "modular_arithmetic" else [value**4 for value in token]
-    counted = whole if task in ("copy", "modular_arithmetic") else token
+    counted = whole if task in ("copy", "reverse", "modular_arithmetic") else token
     return {
         "accuracy": float(np.mean(counted)), "accuracy_in_range": float(np.mean(counted[:3])),
         "accuracy_out_of_range": float(np.mean(counted[3:])), "sizes": sizes, "size_names": names,

@@ -18,6 +18,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def significant(value: float) -> str:
+    """A number with four significant digits: `"9.300"`, `"1234"`, `"1.230e+06"`."""
+    return f"{value:#.4g}".removesuffix(".")
+
+
 def duration(seconds: float) -> str:
     """Wall time for people: `"9.3 s"`, `"18 min 40 s"`, `"2 h 05 min"`."""
     if seconds < 59.95:
@@ -81,9 +86,10 @@ class Cell:
         value: the number to sort by; `None`: sort by the text.
         code: whether the text is code.
         link: relative address that the text leads to.
-        note: said below the text, small.
+        note: said below the text, small; may have several lines.
         badge: a distinction, said behind the text.
         strip: drawn below the text.
+        shade: how strongly the cell is coloured, in 0..1.
     """
 
     text: str
@@ -93,6 +99,7 @@ class Cell:
     note: str = ""
     badge: str = ""
     strip: Strip | None = None
+    shade: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from tape_pe.report.suite_results import SuiteResults, TaskRuns
 from tape_pe.report.tables import plain_text, task_report
 
 BEST = "clearly best"
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,16 @@ class Scores:
         count = ([f"{done} of {planned} seeds"] if done < planned else []) + ([f"{failed} failed"] if failed else [])
         one = self.spreads.get(encoding)
         if one is None:
-            return Cell(MISSING, note=", ".join(count) or "no such score")
-        interval = "one seed" if one.low is None else f"mean {self.interval(one)}"
-        notes = [interval, f"worst {self.column.text(one.worst)}"]
-        badge = BEST if encoding == self.best else ""
+            return Cell(MISSING, note="\n".join(count) or "no such score")
+        notes = ["one seed" if one.low is None else self.interval(one), f"worst {self.column.text(one.worst)}", *count]
+        strip = self.strip(one)
         return Cell(
-            self.column.text(one.median), one.median, note="; ".join(notes + count), badge=badge, strip=self.strip(one)
+            self.column.text(one.median),
+            one.median,
+            note="\n".join(notes),
+            badge=BEST if encoding == self.best else "",
+            strip=strip,
+            shade=strip.median if self.column.higher_is_better else 1 - strip.median,
         )
 
     def table(self, baseline: str) -> Table:
@@ -130,7 +135,9 @@ class Scores:
         if not ranking:
             return "no scores yet."
         first = self.spreads[ranking[0]]
-        leader = f"{ranking[0]} has the best median, {self.column.text(first.median)}"
+        leaders = [encoding for encoding in ranking if self.spreads[encoding].median == first.median]
+        has = "has" if len(leaders) == 1 else "share"
+        leader = f"{_listed(leaders)} {has} the best median, {self.column.text(first.median)}"
         if len(ranking) == 1:
             return f"{ranking[0]} alone has scores, a median of {self.column.text(first.median)}."
         if self.best is not None:
@@ -142,7 +149,9 @@ class Scores:
             )
         if any(one.low is None for one in self.spreads.values()):
             return f"{leader}, but one seed proves nothing."
-        return f"none is clearly best. {leader}, but its interval overlaps {_others(self._overlapping(ranking[0]))}."
+        if len(leaders) > 1:
+            return f"none is clearly best. {leader}."
+        return f"none is clearly best. {leader}, but its interval overlaps {_listed(self._overlapping(ranking[0]))}."
 
     def _overlapping(self, encoding: str) -> list[str]:
         """The other encodings whose intervals have a value in common with this one's."""
@@ -196,16 +205,18 @@ def failures(suite: SuiteResults) -> dict[str, str]:
 
 
 def _inline(cell: Cell) -> Cell:
-    return Cell(cell.text + (f" ({cell.note})" if cell.note else "") + (f" {cell.badge}" if cell.badge else ""))
+    note = f" ({'; '.join(cell.note.splitlines())})" if cell.note else ""
+    return Cell(cell.text + note + (f" {cell.badge}" if cell.badge else ""))
 
 
 def _header(scores: Scores) -> str:
     if scores.column.higher_is_better:
         return scores.task.label
-    return f"{scores.task.label}: {scores.column.title.lower()}; less is better"
+    return f"{scores.task.label}: {scores.column.title.lower()} (less is better)"
 
 
-def _others(labels: Sequence[str]) -> str:
-    if not labels:  # intervals of equal ends, such as twice the same score
-        return "others"
-    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"
+def _listed(labels: Sequence[str]) -> str:
+    """The labels, or the first of many."""
+    if len(labels) > MOST_NAMED + 1:
+        return f"{', '.join(labels[:MOST_NAMED])} and {len(labels) - MOST_NAMED} more"
+    return f"{', '.join(labels[:-1])} and {labels[-1]}" if len(labels) > 1 else "".join(labels) or "others"

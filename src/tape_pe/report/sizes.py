@@ -12,7 +12,20 @@ from statistics import median
 from typing import Any
 
 from tape_pe.report import curve_figures, figures
-from tape_pe.report.parts import MISSING, Cell, Column, Panel, Picture, Run, Series, Table, TaskReport, metric, percent
+from tape_pe.report.parts import (
+    MISSING,
+    Cell,
+    Column,
+    Panel,
+    Picture,
+    Run,
+    Series,
+    Table,
+    TaskReport,
+    metric,
+    percent,
+    significant,
+)
 
 Size = tuple[int, ...]
 _GROUP_SIZES = {"S3": 6, "S5": 120, "A5": 60, "Z60": 60}
@@ -61,7 +74,7 @@ class BySize:
 
     def text(self, value: float) -> str:
         """A score as people read it."""
-        return f"{100 * value:.1f}" if self.shares else f"{value:.4g}"
+        return f"{100 * value:.1f}" if self.shares else significant(value)
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,7 @@ def _shares(prefix: str) -> tuple[Column, ...]:
 
 
 def _positive(title: str, name: str, least: float) -> Column:
-    return Column(title, metric(name), "{:.4g}".format, higher_is_better=False, bounds=(least, float("inf")))
+    return Column(title, metric(name), significant, higher_is_better=False, bounds=(least, float("inf")))
 
 
 _TOKENS = {"token_accuracy": "share of tokens right", "sequence_accuracy": "share of whole samples right"}

@@ -21,9 +21,9 @@ MOST_POINTS = 300  # of a learning curve: more would only make the picture large
 
 @dataclass(frozen=True)
 class Beside:
-    """A published table and the one of ours that comes nearest."""
+    """Published tables, and the one of ours that comes nearest to all of them."""
 
-    published: Published
+    published: Sequence[Published]
     ours: Table | None
 
 
@@ -69,7 +69,7 @@ def task_page(suite: SuiteResults, task: TaskRuns, links: Mapping[str, tuple[str
         notes=_notes(task),
         scores=[one.table(baseline) for one in scores],
         panels=[*_learning_panel(series), *report.panels(series)],
-        beside=[_beside(task, entry, columns) for entry in published(task.task)],
+        beside=_beside(task, columns),
         costs=_costs(task) if runs else None,
         differences=_differences(task),
         runs=_runs(task, columns, links),
@@ -92,7 +92,7 @@ def _notes(task: TaskRuns) -> list[str]:
     missing = task.planned - len(runs)
     if missing:
         text = f"{len(runs)} of {task.planned} runs have finished"
-        failed = f"; {len(task.failed)} failed and count in no figure on this page" if task.failed else ""
+        failed = f"; the failed ones, {len(task.failed)}, count in no figure on this page" if task.failed else ""
         notes.append(f"{text}{failed}. Encodings are compared on the seeds that they have.")
     if len(task.seeds) == 1:
         notes.append("One seed proves nothing: two seeds of the same encoding can differ more than two encodings do.")
@@ -140,23 +140,25 @@ def _learning_panel(series: Sequence[Series]) -> list[Panel]:
     return [Panel("Learning curves", [], [picture])]
 
 
-def _beside(task: TaskRuns, entry: Published, columns: Sequence[Column]) -> Beside:
-    """A published table, and the medians of the metric of ours that comes nearest."""
-    column = next((column for column in columns if _reads(column, entry.ours, task.runs)), None)
-    scores = None if column is None else Scores(task, column)
-    if scores is None or column is None or not scores.spreads:
-        return Beside(entry, None)
-    rows = [
-        [
-            Cell(label),
-            column.cell(scores.spreads[label].median),
-            Cell(scores.interval(scores.spreads[label]), scores.spreads[label].low),
-            Cell(str(len(scores.spreads[label].values)), len(scores.spreads[label].values)),
-        ]
-        for label in scores.ranking
-    ]
+def _beside(task: TaskRuns, columns: Sequence[Column]) -> list[Beside]:
+    """Published tables by the metric of ours that comes nearest, with its medians."""
+    groups: dict[str, list[Published]] = {}
+    for entry in published(task.task):
+        groups.setdefault(entry.ours, []).append(entry)
+    return [Beside(entries, _ours(task, columns, name)) for name, entries in groups.items()]
+
+
+def _ours(task: TaskRuns, columns: Sequence[Column], name: str) -> Table | None:
+    column = next((column for column in columns if _reads(column, name, task.runs)), None)
+    if column is None:
+        return None
+    scores, rows = Scores(task, column), []
+    for label in scores.ranking:
+        one = scores.spreads[label]
+        interval, count = Cell(scores.interval(one), one.low), Cell(str(len(one.values)), len(one.values))
+        rows.append([Cell(label), column.cell(one.median), interval, count])
     headers = ["Encoding", "Median", "95 % interval of the mean", "Seeds"]
-    return Beside(entry, Table(f"Measured here: {column.title.lower()}", headers, rows, [False, True, True, True]))
+    return Table(f"Measured here: {column.title.lower()}", headers, rows, [False, True, True, True])
 
 
 def _reads(column: Column, name: str, runs: Sequence[Run]) -> bool:
