@@ -150,9 +150,7 @@ def _report(namespace: Namespace) -> int:
     suites = [run for run in runs if (run / SUITE_FILE).is_file()]
     if suites:
         if len(runs) > 1:
-            raise UsageError(
-                f"{suites[0]} is a suite's folder; it has a site of its own and cannot be one of {len(runs)}"
-            )
+            raise UsageError(f"{suites[0]} is the folder of a suite, which has a site of its own; name it alone")
         page = refusing(write_site, suites[0], output=namespace.output)
         print(f"{overview_text(read_suite(suites[0]))}\n\n{page}")
         return 0

@@ -42,8 +42,12 @@ def _all() -> list[tuple[str, Published]]:
     entries = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
     found = []
     for entry in entries:
+        decimals = max(len(str(value).partition(".")[2]) for _, *values in entry["rows"] for value in values if value)
         rows = [
-            [Cell(name), *(Cell(MISSING) if value is None else Cell(str(value), value) for value in values)]
+            [
+                Cell(name),
+                *(Cell(MISSING) if value is None else Cell(f"{value:.{decimals}f}", value) for value in values),
+            ]
             for name, *values in entry["rows"]
         ]
         table = Table(CAPTION, entry["columns"], rows, [False] + [True] * (len(entry["columns"]) - 1))

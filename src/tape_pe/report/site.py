@@ -18,7 +18,7 @@ from tape_pe.report.scores import Scores, failures, headlines, overview_tables
 from tape_pe.report.spread import interval_factor
 from tape_pe.report.suite_results import FAILURES_FILE, SUITE_FILE, SuiteResults, TaskRuns, read_suite
 from tape_pe.report.tables import task_report
-from tape_pe.report.task_page import task_page, template_values
+from tape_pe.report.task_page import task_page
 from tape_pe.results import RESULTS_FILE
 
 GENERATOR = "tape-pe suite"  # marks the folders that may be replaced
@@ -74,9 +74,8 @@ def _write_files(site: Path, folder: Path, suite: SuiteResults) -> None:
     pages = [("Overview", "index.html"), *((task.label, f"{names[task.label]}.html") for task in suite.tasks)]
     common = {"suite": suite.name, "pages": pages, "generator": GENERATOR}
     for task in suite.tasks:
-        values = template_values(task_page(suite, task, links))
-        address = f"{names[task.label]}.html"
-        write_text(site / address, template("suite_task.html.j2").render(**values, **common, here=address))
+        page, address = task_page(suite, task, links), f"{names[task.label]}.html"
+        write_text(site / address, template("suite_task.html.j2").render(**vars(page), **common, here=address))
     values = _overview(suite, dict(pages), sources)
     write_text(site / "index.html", template("suite_index.html.j2").render(**values, **common, here="index.html"))
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -216,8 +215,3 @@ def _runs(task: TaskRuns, columns: Sequence[Column], links: Mapping[str, tuple[s
     headers = ["Encoding", "Seed", "State", *(column.title for column in columns), "Training time"]
     numeric = [False, True, False] + [True] * (len(columns) + 1) + [False, False]
     return Table("Every run", [*headers, "Result line", "Configuration"], rows, numeric)
-
-
-def template_values(page: TaskPage) -> dict[str, Any]:
-    """The page as values of its template."""
-    return dict(vars(page))
