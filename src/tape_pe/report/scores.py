@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from tape_pe.report.parts import MISSING, Cell, Column, Strip, Table
@@ -189,24 +189,28 @@ def overview_tables(suite: SuiteResults) -> list[Table]:
 
 
 def overview_text(suite: SuiteResults) -> str:
-    """The overview for a terminal."""
-    blocks = [
-        f"{table.caption}\n{plain_text(replace(table, rows=[[_inline(cell) for cell in row] for row in table.rows]))}"
-        for table in overview_tables(suite)
-    ]
+    """The overview for a terminal: a row per task, score and encoding, the best median first."""
+    rows = []
+    for task in suite.tasks:
+        for column in headlines(task):
+            if column is None:
+                continue
+            scores = Scores(task, column)
+            for encoding in scores.ranking:
+                one = scores.spreads[encoding]
+                cells = [task.label, column.title, encoding, f"{len(one.values)} of {len(task.seeds)}"]
+                cells += [column.text(one.median), scores.interval(one), column.text(one.worst)]
+                rows.append([Cell(text) for text in [*cells, BEST if encoding == scores.best else ""]])
+    headers = ["Task", "Score", "Encoding", "Seeds", "Median", "95 % of the mean", "Worst", ""]
+    table = Table("Overview", headers, rows, [False, False, False, True, True, True, True, False])
     done, planned = sum(len(task.finished) for task in suite.tasks), sum(task.planned for task in suite.tasks)
     failed = [f"{name} failed: {why}" for name, why in failures(suite).items()]
-    return "\n\n".join([*blocks, "\n".join([f"{done} of {planned} runs have finished", *failed])])
+    return "\n".join([*([plain_text(table), ""] if rows else []), f"{done} of {planned} runs have finished", *failed])
 
 
 def failures(suite: SuiteResults) -> dict[str, str]:
     """Why runs failed, by name."""
     return {task.run_name(*run): why for task in suite.tasks for run, why in task.failed.items()}
-
-
-def _inline(cell: Cell) -> Cell:
-    note = f" ({'; '.join(cell.note.splitlines())})" if cell.note else ""
-    return Cell(cell.text + note + (f" {cell.badge}" if cell.badge else ""))
 
 
 def _header(scores: Scores) -> str:

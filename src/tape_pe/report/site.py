@@ -56,9 +56,7 @@ def _check_output(output: Path) -> None:
         return
     index = output / "index.html"
     if not index.is_file() or f'content="{GENERATOR}"' not in index.read_text(encoding="utf-8", errors="replace"):
-        raise FileExistsError(
-            f"output={str(output)!r}: it holds something other than a suite's site; name a new folder"
-        )
+        raise FileExistsError(f"output={str(output)!r}: it holds something other than a site; a new folder is needed")
 
 
 def _write_files(site: Path, folder: Path, suite: SuiteResults) -> None:

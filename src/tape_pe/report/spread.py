@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit  # scipy.stats has the same, and takes a second to import
 
 from tape_pe.report.parts import Column
 
@@ -74,13 +74,13 @@ def mean_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """
     if len(values) < 2:
         return None, None
-    half = interval_factor(len(values)) * float(stats.sem(values))
+    half = interval_factor(len(values)) * stdev(values) / math.sqrt(len(values))
     return mean(values) - half, mean(values) + half
 
 
 def interval_factor(seeds: int) -> float:
     """How many standard errors the interval reaches to either side."""
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1))
+    return float(stdtrit(seeds - 1, (1 + CONFIDENCE) / 2))
 
 
 def difference(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
