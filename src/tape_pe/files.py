@@ -57,6 +57,20 @@ def staging_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def replace_folder(path: Path, complete: Path) -> None:
+    """Moves the folder `complete` to `path`, on the same file system; an older folder there goes only if that works."""
+    if not path.exists():
+        os.replace(complete, path)
+        return
+    with staging_folder(path.parent) as aside:
+        os.replace(path, aside / path.name)
+        try:
+            os.replace(complete, path)
+        except OSError:
+            os.replace(aside / path.name, path)
+            raise
+
+
 def remove_staging_folders(parent: Path) -> None:
     """Removes what killed processes left of `staging_folder`."""
     for staging in parent.glob(".partial-*"):

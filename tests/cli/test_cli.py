@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.report.suites import TASKS, write_suite
 
 from tape_pe.cli import main
 from tape_pe.options import load_options
@@ -140,6 +141,22 @@ def test_bad_files_are_refused_before_any_work(config, capsys, text, message):
 )
 def test_bad_commands_are_refused(config, capsys, arguments, message):
     assert message in refused(capsys, *arguments)
+
+
+def test_report_of_a_suite(tmp_path, capsys):
+    folder = write_suite(tmp_path / "suite", tasks={"s3": TASKS["s3"]}, seeds=[0, 1])
+    assert main(["report", str(folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split()[:2] == ["Task", "Score"]
+    assert "6 of 6 runs have finished" in printed
+    assert printed[-1] == str(folder / "site" / "index.html")
+    assert (folder / "site" / "s3.html").is_file()
+    assert main(["report", str(folder), "--output", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "elsewhere" / "index.html").is_file()
+    assert "the folder of a suite" in refused(capsys, "report", str(folder), str(tmp_path))
+    assert "something other than a site" in refused(
+        capsys, "report", str(folder), "--output", str(folder / "suite.yaml")
+    )
 
 
 def test_unfinished_run_is_not_evaluated(config, capsys):

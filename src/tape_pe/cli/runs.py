@@ -148,16 +148,26 @@ def _score(run: Path, **how: Any) -> None:
 
 
 def _report_arguments(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("runs", type=str, nargs="+", help="Run folders that have been evaluated.")
-    parser.add_argument("--output", type=str, default="report.html", help="The file to write.")
+    parser.add_argument("runs", type=str, nargs="+", help="Run folders that have been evaluated, or a suite's folder.")
+    parser.add_argument(
+        "--output", type=str, help="The file to write, or a suite's folder of pages; default: report.html, SUITE/site."
+    )
 
 
 def _report(namespace: Namespace) -> int:
-    from tape_pe.report import summary_table, write_report
+    from tape_pe.report import overview_text, read_suite, summary_table, write_report, write_site
+    from tape_pe.report.suite_results import SUITE_FILE
     from tape_pe.results import read_results
 
     runs = [Path(run) for run in namespace.runs]
-    page = refusing(write_report, runs, Path(namespace.output))
+    suites = [run for run in runs if (run / SUITE_FILE).is_file()]
+    if suites:
+        if len(runs) > 1:
+            raise UsageError(f"{suites[0]} is the folder of a suite, which has a site of its own; name it alone")
+        page = refusing(write_site, suites[0], output=namespace.output)
+        print(f"{overview_text(read_suite(suites[0]))}\n\n{page}")
+        return 0
+    page = refusing(write_report, runs, Path(namespace.output or "report.html"))
     print(summary_table([read_results(run)[-1] for run in runs]))
     print(f"\n{page}")
     return 0

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import median
+
+import numpy as np
 
 from tape_pe.report import figures
-from tape_pe.report.parts import Cell, Column, Panel, Picture, Run, Table, TaskReport, metric, percent
+from tape_pe.report.parts import Cell, Column, Panel, Picture, Run, Series, Table, TaskReport, metric, percent
 
-COLUMNS = (
-    Column("In range", metric("exact_match_in_range")),
-    Column("Out of range", metric("exact_match_out_of_range")),
-    Column("Whole grid", metric("exact_match")),
-)
+IN_RANGE = Column("In range", metric("exact_match_in_range"))
+OUT_OF_RANGE = Column("Out of range", metric("exact_match_out_of_range"))
+COLUMNS = (IN_RANGE, OUT_OF_RANGE, Column("Whole grid", metric("exact_match")))
 
 
 def lead(runs: Sequence[Run]) -> str:
@@ -25,29 +26,26 @@ def lead(runs: Sequence[Run]) -> str:
     return sentence
 
 
-def panels(runs: Sequence[Run]) -> list[Panel]:
-    """The heat maps of all runs whose result lines hold a grid."""
-    shown = [(run, _grid(run)) for run in runs if run.result.metrics.get("grid")]
+def panels(series: Sequence[Series]) -> list[Panel]:
+    """The heat maps of all runs whose result lines hold a grid; of several seeds, the medians of each cell."""
+    with_grid = [one._replace(runs=[run for run in one.runs if run.result.metrics.get("grid")]) for one in series]
+    shown = [(one, _median_grid(one.runs)) for one in with_grid if one.runs]
     if not shown:
         return []
     largest = max(max(len(grid), len(grid[0])) for _, grid in shown)
-    key = Picture(
-        figures.colour_scale("exact match, one scale for all runs"),
-        "Colour scale from 0 % (dark violet) to 100 % (yellow)",
-        caption="",
-    )
     return [
         Panel(
             title="Exact match by operand length",
-            paragraphs=_how_to_read(runs, largest),
-            pictures=[_picture(run, grid) for run, grid in shown],
-            key=key,
+            paragraphs=_how_to_read([one for one, _ in shown], largest),
+            pictures=[_picture(one, grid) for one, grid in shown],
+            key=figures.colour_key("exact match, one scale for all maps"),
             min_width=20 if largest <= 10 else 27,
         )
     ]
 
 
-def _how_to_read(runs: Sequence[Run], largest: int) -> list[str]:
+def _how_to_read(series: Sequence[Series], largest: int) -> list[str]:
+    runs = [run for one in series for run in one.runs]
     pairs = {run.result.metrics.get("pairs_per_cell") for run in runs}
     reading = (
         "Each cell is the share of additions answered exactly, for a first operand of n digits (down) and a second "
@@ -62,38 +60,53 @@ def _how_to_read(runs: Sequence[Run], largest: int) -> list[str]:
     if isinstance(count, int) and count > 0:
         margin = 100 * 1.96 * math.sqrt(0.25 / count)
         caution += f": each rests on {count} pairs, so that a cell near 50 % is uncertain by about {margin:.0f} points"
-    caution += ". A map shows one trained model: another seed of the same encoding can look quite different."
+    if all(len(one.runs) == 1 for one in series):
+        caution += ". A map shows one trained model: another seed of the same encoding can look quite different."
+    else:
+        caution += ". Of several seeds, each cell shows the median, so that a map is none of the trained models."
     return [reading, caution]
 
 
-def _picture(run: Run, grid: list[list[float]]) -> Picture:
-    metrics = run.result.metrics
-    trained = metrics.get("trained_digits")
-    if not isinstance(trained, int):
-        raise ValueError(f"run {run.label}: metrics['trained_digits'] must be an integer, not {trained!r}")
-    scores = {column.title: column.value(run.result) for column in COLUMNS}
-    text = ", ".join(f"{title.lower()} {percent(value)}" for title, value in scores.items() if value is not None)
+def _picture(one: Series, grid: list[list[float]]) -> Picture:
+    trained = {run.result.metrics.get("trained_digits") for run in one.runs}
+    digits = next(iter(trained))
+    if len(trained) > 1 or not isinstance(digits, int):
+        raise ValueError(f"{one.what}: metrics['trained_digits'] must be one integer, not {list(trained)!r}")
+    scores = {}
+    for column in COLUMNS:
+        values = [value for run in one.runs if (value := column.value(run.result)) is not None]
+        if values:
+            scores[column.title] = median(values)
+    text = ", ".join(f"{title.lower()} {percent(value)}" for title, value in scores.items())
     rows = [
         [Cell(f"n={n}", n), *(Cell(f"{100 * value:.1f}", value) for value in row)]
         for n, row in enumerate(grid, start=1)
     ]
     columns = len(grid[0])
     return Picture(
-        svg=figures.heat_map(grid, trained),
+        svg=figures.heat_map(grid, digits),
         alt=(
-            f"Heat map of run {run.label}: exact match for operands of 1 to {len(grid)} by 1 to {columns} digits, "
-            f"trained up to {trained} by {trained}; {text}"
+            f"Heat map of {one.what}: exact match for operands of 1 to {len(grid)} by 1 to {columns} digits, "
+            f"trained up to {digits} by {digits}; {text}"
         ),
-        title=run.label,
-        caption=text,
+        title=one.label,
+        caption=text if len(one.runs) == 1 else f"median of {len(one.runs)} seeds: {text}",
         table=Table(
-            caption=f"{run.label}: exact match in %, by operand lengths n and m",
+            caption=f"{one.label}: exact match in %, by operand lengths n and m",
             headers=["Digits", *(f"m={m}" for m in range(1, columns + 1))],
             rows=rows,
             numeric=[False] + [True] * columns,
             sortable=False,
         ),
     )
+
+
+def _median_grid(runs: Sequence[Run]) -> list[list[float]]:
+    grids = [np.array(_grid(run)) for run in runs]
+    if len({grid.shape for grid in grids}) > 1:
+        raise ValueError(f"run {runs[0].label}: metrics['grid'] must have one size in all seeds")
+    medians: list[list[float]] = np.median(grids, axis=0).tolist()
+    return medians
 
 
 def _grid(run: Run) -> list[list[float]]:
@@ -115,4 +128,11 @@ def _sizes(values: Iterable[int | None]) -> str:
     return " or ".join(str(size) for size in known) if len(known) == len(sizes) else ""
 
 
-REPORT = TaskReport(title="Addition", columns=lambda runs: COLUMNS, lead=lead, panels=panels)
+REPORT = TaskReport(
+    title="Addition",
+    columns=lambda runs: COLUMNS,
+    in_range=IN_RANGE,
+    out_of_range=OUT_OF_RANGE,
+    lead=lead,
+    panels=panels,
+)

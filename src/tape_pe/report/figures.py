@@ -17,6 +17,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import Normal, withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from tape_pe.report.parts import Picture
+
 COLOUR_MAP = "viridis"
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#333333", "#56B4E9")  # after Okabe and Ito
 LINE_STYLES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
@@ -90,29 +92,11 @@ def loss_curves(curves: Sequence[Curve], *, narrow: bool = False, file_format: s
             if len(positive):
                 lowest, highest = min(lowest, positive.min()), max(highest, positive.max())
         if highest > 0:
-            _log_axis(axes, lowest, highest)
-        axes.set_xlabel("optimizer steps")
+            log_axis(axes, lowest, highest)
         axes.set_ylabel("training loss (log scale)" if highest > 0 else "training loss")
-        axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True, steps=[1, 2, 2.5, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-        axes.margins(x=0.01)
-        axes.grid(color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        step_axis(axes, narrow=narrow)
         if lines:
-            legend = figure.legend(
-                lines,
-                [str(index) for index in range(len(lines))],
-                loc="outside lower left" if narrow else "outside right upper",
-                frameon=False,
-                handlelength=2.6,
-                fontsize=10,
-            )
-            for text, curve in zip(
-                legend.get_texts(), drawn, strict=True
-            ):  # here, as names may begin with "_" or hold "$"
-                text.set_parse_math(False)
-                text.set_text(_shortened(curve.label, 40 if narrow else 28))
+            add_legend(figure, lines, [curve.label for curve in drawn], narrow=narrow)
         return saved(figure, file_format)
 
 
@@ -199,6 +183,11 @@ def colour_scale(label: str, *, file_format: str = "svg") -> bytes:
         return saved(figure, file_format)
 
 
+def colour_key(label: str) -> Picture:
+    """`colour_scale` with its text alternative."""
+    return Picture(colour_scale(label), "Colour scale from 0 % (dark violet) to 100 % (yellow)", caption="")
+
+
 def line_looks(groups: Sequence[str]) -> list[tuple[str, Any]]:
     """Colour and dash of each curve: one colour per group and one dash per curve within it.
 
@@ -257,11 +246,44 @@ def _draw_shares(axes: Any, values: np.ndarray) -> None:
         axes.text(column + 1, row + 1, f"{value:.0f}", color=colour, fontsize=size, ha="center", va="center")
 
 
-def _log_axis(axes: Any, lowest: float, highest: float) -> None:
+def add_legend(figure: Figure, lines: Sequence[Any], labels: Sequence[str], *, narrow: bool) -> None:
+    """Names lines: beside the picture, or below it on a phone. Labels may begin with "_" or hold "$"."""
+    legend = figure.legend(
+        lines,
+        [str(index) for index in range(len(lines))],
+        loc="outside lower left" if narrow else "outside right upper",
+        frameon=False,
+        handlelength=2.6,
+        fontsize=10,
+    )
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_parse_math(False)
+        text.set_text(shortened(label, 40 if narrow else 28))
+
+
+def step_axis(axes: Any, *, narrow: bool) -> None:
+    """Lays out an axis of optimizer steps, and the rest of a picture of lines."""
+    axes.set_xlabel("optimizer steps")
+    axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    plain_axes(axes)
+
+
+def plain_axes(axes: Any) -> None:
+    """A faint grid and no frame."""
+    axes.margins(x=0.01)
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def log_axis(axes: Any, lowest: float, highest: float) -> None:
+    """A logarithmic scale for positive values from `lowest` to `highest`, with plain numbers."""
     axes.set_yscale("log", nonpositive="mask")
     axes.set_ylim(lowest / 1.15, highest * 1.15)
     decades = np.log10(highest / lowest)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)))
+    subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -272,6 +294,6 @@ def _length_ticks(axis: Any, size: int) -> None:
     axis.set_ticks(list(range(step, size + 1, step)))
 
 
-def _shortened(name: str, length: int) -> str:
-    """`name`, its middle cut out where it is longer than `length` characters (names often differ at the end)."""
+def shortened(name: str, length: int) -> str:
+    """A `name`, its middle cut out where it is longer than `length` characters (names often differ at the end)."""
     return name if len(name) <= length else name[: length // 2 - 1] + "…" + name[-(length - length // 2) :]

@@ -109,11 +109,7 @@ def _panel(name: str, lines: Sequence[Measurement]) -> Panel:
                 ),
             )
         )
-    key = Picture(
-        figures.colour_scale("share of prompts answered, one scale for all maps"),
-        "Colour scale from 0 % (dark violet) to 100 % (yellow)",
-        caption="",
-    )
+    key = figures.colour_key("share of prompts answered, one scale for all maps")
     return Panel(name, [], pictures, key=key, min_width=24)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tape_pe.report import figures, tables
 from tape_pe.report.html import check_output, template, write_page
-from tape_pe.report.parts import Panel, Picture, Run, Table
+from tape_pe.report.parts import Panel, Picture, Run, Series, Table
 from tape_pe.results import read_results
 
 
@@ -91,7 +91,7 @@ def section(runs: Sequence[Run]) -> Section:
         summary=tables.summary(runs, columns),
         seeds=tables.over_seeds(runs, columns),
         notes=_notes(runs),
-        panels=[*_loss_panel(runs), *report.panels(runs)],
+        panels=[*_loss_panel(runs), *report.panels(_each_run(runs))],
         configs=[(run.label, json.dumps(run.result.config, indent=2, ensure_ascii=False)) for run in runs],
         differences=tables.differences(runs) if len(runs) > 1 else None,
         origin=tables.origin(runs),
@@ -124,9 +124,19 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
+def _each_run(runs: Sequence[Run]) -> list[Series]:
+    looks = figures.line_looks(_variant_names(runs))
+    return [Series(run.label, [run], look) for run, look in zip(runs, looks, strict=True)]
+
+
+def _variant_names(runs: Sequence[Run]) -> list[str]:
+    names = {run.label: name for name, group in tables.variants(runs).items() for run in group}
+    return [names[run.label] for run in runs]
+
+
 def _loss_panel(runs: Sequence[Run]) -> list[Panel]:
-    variant = {run.label: name for name, group in tables.variants(runs).items() for run in group}
-    curves = [figures.Curve(run.label, variant[run.label], run.result.loss_curve) for run in runs]
+    variants = zip(runs, _variant_names(runs), strict=True)
+    curves = [figures.Curve(run.label, variant, run.result.loss_curve) for run, variant in variants]
     shown = [curve for curve in curves if curve.points]
     if not shown:
         return []

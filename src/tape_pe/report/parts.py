@@ -6,6 +6,7 @@ import base64
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from tape_pe.results import Result
 
@@ -15,6 +16,11 @@ MISSING = "\u2013"  # what a table shows where a run has no such value
 def percent(share: float) -> str:
     """A share in 0..1 as a percentage with one decimal: `0.0251` is `"2.5 %"`."""
     return f"{100 * share:.1f} %"
+
+
+def significant(value: float) -> str:
+    """A number with four significant digits: `"9.300"`, `"1234"`, `"1.230e+06"`."""
+    return f"{value:#.4g}".removesuffix(".")
 
 
 def duration(seconds: float) -> str:
@@ -43,13 +49,57 @@ class Run:
     lines: int = 1
 
 
+class Series(NamedTuple):
+    """What one line of a picture, or one map of several, stands for: a run, or the seeds of one encoding.
+
+    Attributes:
+        label: its name.
+        runs: of several runs, the medians are drawn.
+        look: colour and dash of its line.
+    """
+
+    label: str
+    runs: Sequence[Run]
+    look: tuple[str, Any]
+
+    @property
+    def what(self) -> str:
+        """Its name with what it is, for text alternatives."""
+        return f"run {self.label}" if len(self.runs) == 1 else f"{self.label}, median of {len(self.runs)} seeds"
+
+
+class Strip(NamedTuple):
+    """The seeds of one encoding as dots on a scale, with their median and an interval; all in 0..1 of the width."""
+
+    points: Sequence[float]
+    median: float
+    low: float | None = None
+    high: float | None = None
+
+
 @dataclass(frozen=True)
 class Cell:
-    """A table cell: the text to read, the number to sort by (`None`: sort by the text), whether it is code."""
+    """A table cell.
+
+    Attributes:
+        text: what to read.
+        value: the number to sort by; `None`: sort by the text.
+        code: whether the text is code.
+        link: relative address that the text leads to.
+        note: said below the text, small; may have several lines.
+        badge: a distinction, said behind the text.
+        strip: drawn below the text.
+        shade: how strongly the cell is coloured, in 0..1.
+    """
 
     text: str
     value: float | None = None
     code: bool = False
+    link: str = ""
+    note: str = ""
+    badge: str = ""
+    strip: Strip | None = None
+    shade: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,12 +130,14 @@ class Column:
         value: reads the score from a result; `None` where the run has none.
         text: writes the score.
         higher_is_better: tells which of several seeds is the worst.
+        bounds: the least and the greatest value that there can be.
     """
 
     title: str
     value: Callable[[Result], float | None]
     text: Callable[[float], str] = percent
     higher_is_better: bool = True
+    bounds: tuple[float, float] = (0.0, 1.0)
 
     def cell(self, value: float | None) -> Cell:
         """The table cell of a score."""
@@ -149,14 +201,18 @@ class TaskReport:
     Attributes:
         title: heading of the section.
         columns: the task's columns of the summary table, for the runs given.
+        in_range: the score for problems no harder than trained.
+        out_of_range: the score for harder ones, such as longer ones.
         lead: opening sentence of the section.
         panels: the task's own figures.
     """
 
     title: str
     columns: Callable[[Sequence[Run]], Sequence[Column]]
+    in_range: Column | None = None
+    out_of_range: Column | None = None
     lead: Callable[[Sequence[Run]], str] = field(default=lambda runs: "")
-    panels: Callable[[Sequence[Run]], Sequence[Panel]] = field(default=lambda runs: ())
+    panels: Callable[[Sequence[Series]], Sequence[Panel]] = field(default=lambda series: ())
 
 
 def metric(name: str) -> Callable[[Result], float | None]:

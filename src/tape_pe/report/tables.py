@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from tape_pe.report import addition
+from tape_pe.report import addition, sizes
 from tape_pe.report.parts import MISSING, Cell, Column, Run, Table, TaskReport, duration, metric
 from tape_pe.results import Result
 
-TASK_REPORTS: dict[str, TaskReport] = {"addition": addition.REPORT}  # a further task adds its line here
+TASK_REPORTS: dict[str, TaskReport] = {"addition": addition.REPORT, **sizes.REPORTS}  # a further task adds its line
 NOT_SET = "not set"
 # Keys that do not make two configurations different; how many samples were drawn again follows from the seed.
 NOT_A_VARIANT = {"seed", "name", "run", "output", "output_dir", "redrawn"}
@@ -75,7 +75,7 @@ def variants(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs grouped by what was trained: encoding and configuration without the seed."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        config = {key: value for key, value in flat(run.result.config).items() if _last(key) not in NOT_A_VARIANT}
+        config = without_seed(run.result.config)
         groups.setdefault(json.dumps([run.result.encoding, config], sort_keys=True), []).append(run)
     named: dict[str, list[Run]] = {}
     for group in groups.values():
@@ -155,6 +155,11 @@ def summary_table(results: Sequence[Result]) -> str:
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one with dotted keys; lists are values, empty mappings count as not set."""
     return dict(_items(config, prefix))
+
+
+def without_seed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, flat, without what does not make two configurations different."""
+    return {key: value for key, value in flat(config).items() if _last(key) not in NOT_A_VARIANT}
 
 
 def _items(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
