@@ -36,7 +36,7 @@ _FOREIGN_KEYS = frozenset(
 class TapeLMConfig(PreTrainedConfig):
     """Configuration of `TapeLMForCausalLM`, a Llama-style pre-norm decoder with a choice of positional encodings.
 
-    Args:
+    Attributes:
         vocab_size: number of tokens.
         hidden_size: width of the token stream.
         intermediate_size: width of the gated MLP.
