@@ -22,7 +22,7 @@ import posixpath
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
@@ -47,8 +47,24 @@ def module_file(name: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-def code_lines(symbol: str, first: str | None = None, last: str | None = None) -> tuple[Path, int, str]:
-    """Lines of a definition: its file, the number of the first line, and the text.
+class Lines(NamedTuple):
+    """Lines of a definition.
+
+    Attributes:
+        path: its file.
+        number: of the first line.
+        text: the lines.
+        documented: the innermost definition around them, or the module, that the reference has.
+    """
+
+    path: Path
+    number: int
+    text: str
+    documented: str
+
+
+def code_lines(symbol: str, first: str | None = None, last: str | None = None) -> Lines:
+    """Lines of a definition.
 
     Args:
         symbol: where a function or class is defined, such as `tape_pe.ops.reference.rotate`.
@@ -66,12 +82,14 @@ def code_lines(symbol: str, first: str | None = None, last: str | None = None) -
             raise ValueError(f"symbol={symbol!r}: there is no such module")
     text = path.read_text(encoding="utf-8")
     body: Any = ast.parse(text).body
-    node = None
-    for name in names:
+    node, documented = None, module
+    for depth, name in enumerate(names, start=1):
         node = next((n for n in body if getattr(n, "name", None) == name), None)
         if node is None:
             raise ValueError(f"symbol={symbol!r}: {path} defines no {name}")
         body = node.body
+        public = not any(part.startswith("_") for part in names[:depth])
+        documented = ".".join([module, *names[:depth]]) if public and ast.get_docstring(node) else documented
     if node is None:
         raise ValueError(f"symbol={symbol!r}: a function or class is needed, this is a module")
     start, end = node.lineno, node.end_lineno
@@ -80,7 +98,7 @@ def code_lines(symbol: str, first: str | None = None, last: str | None = None) -
         start = _line_with(first, lines, start, end, symbol)
     if last is not None:
         end = _line_with(last, lines, start, end, symbol)
-    return path, start, textwrap.dedent("\n".join(lines[start - 1 : end]))
+    return Lines(path, start, textwrap.dedent("\n".join(lines[start - 1 : end])), documented)
 
 
 def _line_with(text: str, lines: list[str], start: int, end: int, symbol: str) -> int:
@@ -120,9 +138,10 @@ def expand(markdown: str, page: str) -> str:
         words = re.findall(r'"([^"]*)"', match[3])
         if match[1] == "include":
             return relink(section(ROOT / match[2], *words), match[2], page)
-        path, line, text = code_lines(match[2], *words)
-        title = f"{path.relative_to(ROOT).as_posix()}, line {line}"
-        return f'``` {{ .python title="{title}" linenums="{line}" }}\n{text}\n```\n\n[Definition][{match[2]}]{{ .source }}'
+        path, number, text, documented = code_lines(match[2], *words)
+        title = f"{path.relative_to(ROOT).as_posix()}, line {number}"
+        link = f"[{match[2].removeprefix('tape_pe.')}][{documented}]{{ .source }}"
+        return f'``` {{ .python title="{title}" linenums="{number}" }}\n{text}\n```\n\n{link}'
 
     return _DIRECTIVE.sub(replaced, markdown)
 
