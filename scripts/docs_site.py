@@ -5,12 +5,13 @@ MkDocs calls the functions `on_...` (`hooks:` in mkdocs.yml). A line of its own 
     !code tape_pe.ops.reference.rotate "a, b = " "return"
 
 by the lines of that function from the first that contains the one text to the next that contains the other, with their
-numbers; without the texts by the whole definition. A name or a text that is gone is an error, so nothing shown here
-can be stale.
+numbers; without the texts by the whole definition. `!code examples/FILE.py:main` does so for other files. A name or a text
+that is gone is an error, so nothing shown here can be stale.
 
     !include README.md "In Python"
 
-is replaced by that section of a file, without its heading; without a heading by the whole file.
+is replaced by that section of a file, without its heading; without a heading by the whole file, and by a block of code
+unless it is Markdown.
 """
 
 from __future__ import annotations
@@ -54,42 +55,37 @@ class Lines(NamedTuple):
         path: its file.
         number: of the first line.
         text: the lines.
-        documented: the innermost definition around them, or the module, that the reference has.
+        documented: the innermost definition around them, or the module, that the reference has; `None` outside the package.
     """
 
     path: Path
     number: int
     text: str
-    documented: str
+    documented: str | None
 
 
 def code_lines(symbol: str, first: str | None = None, last: str | None = None) -> Lines:
     """Lines of a definition.
 
     Args:
-        symbol: where a function or class is defined, such as `tape_pe.ops.reference.rotate`.
+        symbol: where a function or class is defined, such as `tape_pe.ops.reference.rotate` or `examples/FILE.py:main`.
         first: what the first line contains; default: from the beginning of the definition.
         last: what the last line contains, which may be the first; default: to the end of the definition.
 
     Raises:
         ValueError: there is no such definition, or no such line in it.
     """
-    module, names = symbol, list[str]()
-    while (path := module_file(module)) is None:
-        module, _, name = module.rpartition(".")
-        names.insert(0, name)
-        if not module:
-            raise ValueError(f"symbol={symbol!r}: there is no such module")
+    path, names, documented = _split(symbol)
     text = path.read_text(encoding="utf-8")
     body: Any = ast.parse(text).body
-    node, documented = None, module
+    node, module = None, documented
     for depth, name in enumerate(names, start=1):
         node = next((n for n in body if getattr(n, "name", None) == name), None)
         if node is None:
             raise ValueError(f"symbol={symbol!r}: {path} defines no {name}")
         body = node.body
-        public = not any(part.startswith("_") for part in names[:depth])
-        documented = ".".join([module, *names[:depth]]) if public and ast.get_docstring(node) else documented
+        if module and ast.get_docstring(node) and not any(part.startswith("_") for part in names[:depth]):
+            documented = ".".join([module, *names[:depth]])
     if node is None:
         raise ValueError(f"symbol={symbol!r}: a function or class is needed, this is a module")
     start, end = node.lineno, node.end_lineno
@@ -99,6 +95,19 @@ def code_lines(symbol: str, first: str | None = None, last: str | None = None) -
     if last is not None:
         end = _line_with(last, lines, start, end, symbol)
     return Lines(path, start, textwrap.dedent("\n".join(lines[start - 1 : end])), documented)
+
+
+def _split(symbol: str) -> tuple[Path, list[str], str | None]:
+    """The file of a symbol, its names in there, and the module if the package has it."""
+    file, colon, name = symbol.partition(":")
+    if colon:
+        return ROOT / file, name.split("."), None
+    words = symbol.split(".")
+    for count in range(len(words), 0, -1):
+        module = ".".join(words[:count])
+        if (path := module_file(module)) is not None:
+            return path, words[count:], module
+    raise ValueError(f"symbol={symbol!r}: there is no such module")
 
 
 def _line_with(text: str, lines: list[str], start: int, end: int, symbol: str) -> int:
@@ -137,10 +146,12 @@ def expand(markdown: str, page: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         words = re.findall(r'"([^"]*)"', match[3])
         if match[1] == "include":
-            return relink(section(ROOT / match[2], *words), match[2], page)
+            text = section(ROOT / match[2], *words)
+            kind = Path(match[2]).suffix.removeprefix(".")
+            return relink(text, match[2], page) if kind == "md" else f"```{kind}\n{text.strip()}\n```"
         path, number, text, documented = code_lines(match[2], *words)
         title = f"{path.relative_to(ROOT).as_posix()}, line {number}"
-        link = f"[{match[2].removeprefix('tape_pe.')}][{documented}]{{ .source }}"
+        link = f"[`{match[2].removeprefix('tape_pe.')}`][{documented}]{{ .source }}" if documented else ""
         return f'``` {{ .python title="{title}" linenums="{number}" }}\n{text}\n```\n\n{link}'
 
     return _DIRECTIVE.sub(replaced, markdown)
