@@ -4,9 +4,9 @@ MkDocs calls the functions `on_...` (`hooks:` in mkdocs.yml). A line of its own 
 
     !code tape_pe.ops.reference.rotate "a, b = " "return"
 
-by the lines of that function from the first that contains the one text to the next that contains the other, with their
-numbers; without the texts by the whole definition. `!code examples/FILE.py:main` does so for other files. A name or a text
-that is gone is an error, so nothing shown here can be stale.
+by the lines of that function from the first after its docstring that contains the one text to the next that contains
+the other, with their numbers; without the texts by the whole definition. `!code examples/FILE.py:main` does so for
+other files. A name or a text that is gone is an error, so nothing shown here can be stale.
 
     !include README.md "In Python"
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import html
+import itertools
 import json
 import posixpath
 import re
@@ -55,7 +56,8 @@ class Lines(NamedTuple):
         path: its file.
         number: of the first line.
         text: the lines.
-        documented: the innermost definition around them, or the module, that the reference has; `None` outside the package.
+        documented: the innermost definition around them, or else the module, that the reference has; `None` outside the
+            package.
     """
 
     path: Path
@@ -69,7 +71,7 @@ def code_lines(symbol: str, first: str | None = None, last: str | None = None) -
 
     Args:
         symbol: where a function or class is defined, such as `tape_pe.ops.reference.rotate` or `examples/FILE.py:main`.
-        first: what the first line contains; default: from the beginning of the definition.
+        first: what the first line, below the docstring, contains; default: from the beginning of the definition.
         last: what the last line contains, which may be the first; default: to the end of the definition.
 
     Raises:
@@ -91,6 +93,7 @@ def code_lines(symbol: str, first: str | None = None, last: str | None = None) -
     start, end = node.lineno, node.end_lineno
     lines = text.splitlines()
     if first is not None:
+        start = body[0].end_lineno + 1 if ast.get_docstring(node) else start
         start = _line_with(first, lines, start, end, symbol)
     if last is not None:
         end = _line_with(last, lines, start, end, symbol)
@@ -221,7 +224,7 @@ def reference(module: str) -> str:
     assert path is not None
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    for node, after in zip(body, body[1:], strict=False):  # values count if a string after them explains them
+    for node, after in itertools.pairwise(body):  # values count if a string after them explains them
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             names.append(getattr(target, "id", "_"))
