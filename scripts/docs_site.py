@@ -165,6 +165,7 @@ def relink(markdown: str, source: str, page: str) -> str:
 
     What the site does not have becomes text. Links to what does not exist stay, and MkDocs refuses them.
     """
+    modules = {module for names in api_modules() for module in names}
     served = {path.relative_to(ROOT).as_posix() for pattern in SERVED for path in ROOT.glob(pattern)}
 
     def replaced(match: re.Match[str]) -> str:
@@ -178,6 +179,8 @@ def relink(markdown: str, source: str, page: str) -> str:
             where = "results.md"
         elif path in served:
             where = "repository/" + path
+        elif (module := path.removeprefix("src/").removesuffix(".py").replace("/", ".")) in modules:
+            return f"[{label}][{module}]"
         else:
             return label if (ROOT / path).exists() else match[0]
         return f"[{label}]({posixpath.relpath(where, posixpath.dirname(page) or '.')}{mark}{anchor})"
@@ -204,11 +207,8 @@ def api_pages() -> dict[str, str]:
     """The pages of the reference, one per public package or module below `tape_pe`, path to text."""
     pages = {}
     rows = []
-    for path in sorted(PACKAGE.iterdir()):
-        name = path.stem
-        if name.startswith("_") or not (path.suffix == ".py" or (path / "__init__.py").is_file()):
-            continue
-        modules = public_modules(f"tape_pe.{name}")
+    for modules in api_modules():
+        name = modules[0].removeprefix("tape_pe.")
         summary = first_sentence(modules[0])
         pages[f"api/{name}.md"] = f"# tape_pe.{name}\n\n" + "\n".join(map(reference, modules))
         rows.append(f"| [`tape_pe.{name}`]({name}.md) | {summary} |")
@@ -216,6 +216,13 @@ def api_pages() -> dict[str, str]:
     table = "\n".join(["| package | |", "|---|---|", *rows])
     pages["api/index.md"] = f"# API reference\n\nWhat `import tape_pe` gives:\n\n{top}\n\n## Packages\n\n{table}\n"
     return dict(sorted(pages.items()))
+
+
+def api_modules() -> list[list[str]]:
+    """The public modules below `tape_pe`, a list for each page of the reference."""
+    found = [path for path in sorted(PACKAGE.iterdir()) if not path.name.startswith("_")]
+    names = [path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    return [public_modules(f"tape_pe.{name}") for name in names]
 
 
 def reference(module: str) -> str:
@@ -278,7 +285,7 @@ def imports(module: str) -> dict[str, str]:
 def on_config(config: Any) -> Any:
     """Puts the reference into the navigation."""
     names = [path for path in api_pages() if path != "api/index.md"]
-    config.nav.append({"API reference": ["api/index.md", *({Path(p).stem: p} for p in names)]})
+    config.nav.append({"API reference": [{"Overview": "api/index.md"}, *({Path(p).stem: p} for p in names)]})
     return config
 
 
