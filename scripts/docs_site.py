@@ -314,6 +314,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
 
 
+def external_resources(page: str) -> list[str]:
+    """What an HTML page would fetch from elsewhere when it is opened; links to follow do not count."""
+    tags = re.findall(r"<(?:script|img|iframe|source|link)\b[^>]*>", page)
+    found = [re.search(r'\b(?:src|href)=["\']?((?:https?:)?//[^"\'\s>]+)', tag) for tag in tags]
+    return [match[1] for match in found if match]
+
+
+def on_post_build(config: Any) -> None:
+    """Refuses a site that does not work without a network."""
+    from mkdocs.exceptions import PluginError
+
+    for path in sorted(Path(config.site_dir).rglob("*.html")):
+        if found := external_resources(path.read_text(encoding="utf-8")):
+            raise PluginError(f"{path}: fetches {', '.join(found)}")
+
+
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """See `formulas`."""
     return formulas(html)

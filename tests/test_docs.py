@@ -152,6 +152,17 @@ def test_the_reference_has_every_public_module(site):
     assert "[`tape_pe.convert`][tape_pe.convert.engine.convert]" in text
 
 
+def test_pages_fetch_nothing(site):
+    own = '<script src="../a.js"></script><link href="style.css"><a href="https://example.org/">'
+    assert site.external_resources(own) == []
+    for tag in (
+        '<script src="https://a.org/x.js">',
+        "<link rel=x href=//a.org/x.js>",
+        '<img alt="" src="http://a.org/x.js">',
+    ):
+        assert len(site.external_resources(own + tag)) == 1
+
+
 def test_formulas_become_mathml(site):
     pytest.importorskip("latex2mathml")
     made = site.formulas(r'<p><span class="arithmatex">\(a &lt; b\)</span></p>')
