@@ -4,10 +4,11 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REAL := $(VENV)/.ready-real
+DOCS := $(VENV)/.ready-docs
 TRITON := $(abspath $(VENV))/triton
 TRITON_TESTS ?= not compile_all
 
-.PHONY: help demo test test-real test-triton smollm2 bench lint types format clean
+.PHONY: help demo test test-real test-triton smollm2 bench docs lint types format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -55,6 +56,13 @@ test-triton: $(TRITON)/.ready  ## test the Triton kernels without a GPU: interpr
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(TRITON_TESTS)' \
 		tests/ops/test_triton.py tests/ops/test_triton_compile.py tests/benchmarks
 
+$(DOCS): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS)  ## build the documentation into site/, warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(READY)  ## style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,5 +74,5 @@ format: $(READY)  ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove the virtual environment and all runs
-	rm -rf $(VENV) runs
+clean:  ## remove the virtual environment, all runs and the built documentation
+	rm -rf $(VENV) runs site

@@ -14,9 +14,12 @@ from tape_pe.encodings.tape import StateUpdateOptions
 class TapeConfig(StateUpdateOptions):
     """Options of TAPE in a converted model (Zhu et al., arXiv 2501.00712): those of the update, and the rule of RoPE.
 
+    `TapeConfig()` is the published method. `TapeConfig(position_size=32, state_norm="rms")` changes the update; all of
+    its options are described in `tape_pe.encodings.tape.StateUpdateOptions`, which this class adds `rope` to.
+
     Attributes:
-        rope: a new frequency rule for the model, such as `{"rope_type": "linear", "factor": 2.0}`; see
-            `tape_pe.convert.rules`. `None` keeps the model's own.
+        rope: a new frequency rule for texts longer than the model was trained on, such as `{"rope_type": "linear",
+            "factor": 2.0}` for twice the length; see `tape_pe.convert.rules`. `None` keeps the model's own.
 
     Raises:
         ValueError: a value that is not allowed.

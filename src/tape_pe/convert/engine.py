@@ -39,7 +39,8 @@ def convert(model: Model, config: TapeConfig | None = None, *, check: bool = Tru
     """Puts TAPE into a pretrained model, in place; until it is trained, the model computes what it did before.
 
     The model keeps its class's behaviour (`generate`, caches, masks, attention implementations, checkpointing) and
-    becomes a subclass that saves and loads its new weights, see `tape_pe.convert.classes`.
+    becomes a subclass that saves and loads its new weights, see `tape_pe.convert.classes`. All weights train
+    afterwards; `tape_pe.freeze_base` leaves only the new ones.
 
     Args:
         model: a decoder-only language model of transformers with rotary positions.

@@ -102,6 +102,9 @@ def trainable_parameters(model: nn.Module) -> TrainableParameters:
 
     Args:
         model: any module; parameters on the meta device count too.
+
+    Returns:
+        The groups with their counts; `print` shows a table.
     """
     counts = {name: [0, 0] for name in GROUPS}
     total = 0

@@ -36,16 +36,17 @@ _FOREIGN_KEYS = frozenset(
 class TapeLMConfig(PreTrainedConfig):
     """Configuration of `TapeLMForCausalLM`, a Llama-style pre-norm decoder with a choice of positional encodings.
 
-    Args:
+    Attributes:
         vocab_size: number of tokens.
-        hidden_size: width of the token stream.
+        hidden_size: width of the token stream, `[B, N, hidden_size]` between layers.
         intermediate_size: width of the gated MLP.
         num_hidden_layers: number of layers.
         num_attention_heads: H, heads of the queries.
         num_key_value_heads: Hkv, heads of keys, values and position states; `None` is H.
         head_dim: D, channels per head; `None` is `hidden_size / num_attention_heads`.
-        hidden_act: activation of the gated MLP, a name that transformers knows.
-        max_position_embeddings: the length that the model is made for.
+        hidden_act: activation of the gated MLP, a name that transformers knows, such as `"silu"`.
+        max_position_embeddings: the length in tokens that the model is made for. Encodings with a table as long as this
+            (such as `"learned"`) refuse longer texts, some frequency rules count from it; for others it is a note.
         initializer_range: standard deviation of random start weights.
         rms_norm_eps: epsilon of the RMS norms.
         use_cache: whether forward returns a cache by default.
@@ -56,8 +57,10 @@ class TapeLMConfig(PreTrainedConfig):
         rope_parameters: base and frequency rule as in transformers 5: `{"rope_type": "default",
             "rope_theta": 10000.0}`, see `tape_pe.ops.rotary_frequencies`. The older `rope_scaling` and `rope_theta`
             are read too, and `type` for `rope_type`.
-        encoding: name of a positional encoding, see `tape_pe.encodings.ENCODINGS`.
-        encoding_options: options of that encoding, for example `{"position_size": 48}` for `"tape"`.
+        encoding: name of a positional encoding, such as `"tape"`, `"rope"` or `"nope"`; `tape encodings` and
+            `tape_pe.encodings.ENCODINGS` list them.
+        encoding_options: options of that encoding, for example `{"position_size": 48}` for `"tape"`, whose options are
+            `tape_pe.encodings.tape.TapeOptions`.
 
     Raises:
         ValueError: an unknown key or encoding, or sizes that do not fit each other. The message names the key, its

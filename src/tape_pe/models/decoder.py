@@ -310,7 +310,7 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
                 count from 0 in each row and each document, cached ones included.
             document_ids: `[B, N]` integers >= 0, for packed rows: tokens see only their own document. Batches of
                 transformers' `DataCollatorWithFlattening` need none, see `tape_pe.models.packing`.
-            cache: tokens seen before.
+            cache: what an earlier call returned as `outputs.cache`; `input_ids` are then the new tokens alone.
             inputs_embeds: `[B, N, hidden_size]` instead of `input_ids`.
             labels: `[B, N]` token ids, -100 where nothing is to be predicted; shifted here. Padding, the token after
                 it and the first token of a document are never predicted.
@@ -320,6 +320,9 @@ class TapeLMForCausalLM(TapeLMPreTrainedModel, TapeGenerationMixin):
             output_position_states: see `TapeModelOutput`.
             logits_to_keep: compute logits of the last so many positions (0: all), or of the given ones.
             **kwargs: `num_items_in_batch` for the loss; `cu_seq_lens_q` or `seq_idx` of a flattening collator.
+
+        Returns:
+            The logits `[B, N, vocab_size]`, the loss if there are labels, and what else was asked for.
 
         Raises:
             ValueError: arguments that contradict each other or have the wrong shape.

@@ -55,7 +55,7 @@ def positional_attention(
             variable `TAPE_BACKEND`, and without it the fastest one available for the device.
 
     Returns:
-        The output and the averaged state.
+        `output`, `[B, H, Nq, Dv]`, and `averaged_state`, `[B, H, Nq, Ds]` or `None`, in the dtype of `value`.
 
     Raises:
         ValueError: shapes disagree, or the backend is unknown or not available (the message says why).

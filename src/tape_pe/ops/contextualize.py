@@ -34,7 +34,8 @@ def contextualize(
     Args:
         state: z, packed `[c | s]`, `[B | 1, Hkv | 1, N, D]`.
         averaged_state: zb, the attention average of the states per query head, `[B, H, N, D]`; read with `mix` alone.
-        gate: `[B, N, I]`, psi of the tokens; `None` leaves out the second update.
+        gate: `[B, N, I]`, psi of the tokens' content, in the decoder `silu(W_x mlp_output)`, the same for all heads;
+            `None` leaves out the second update.
         mix: W_mix `[Hkv, H]`, or `[Hkv, H / Hkv]` for one scale per query head (summed over the heads that share a
             state); `None` leaves out the first update.
         up: W_up `[I, Hkv]`.
