@@ -2,10 +2,10 @@
 
     python experiments/stability.py
 
-Trains each model on the sources of Python's standard library, then measures it (`tape_pe.analysis.stability`) in fp32 and
-in bf16 on the beginnings of held-out files. "Without equivariance" is TAPE with `structure="unstructured"`, whose weights
-act on all heads and channels at once. One line per model and seed goes to `results/stability.jsonl`; lines that are there
-already are not computed again, and an interrupted training goes on where it stopped.
+Trains each model on the sources of Python's standard library, then measures it (`tape_pe.analysis.stability`) in fp32
+and in bf16 on the beginnings of held-out files. "Without equivariance" is TAPE with `structure="unstructured"`, whose
+weights act on all heads and channels at once. One line per model and seed goes to `results/stability.jsonl`; lines that
+are there already are not computed again, and an interrupted training goes on where it stopped.
 """
 
 from __future__ import annotations

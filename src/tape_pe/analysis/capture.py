@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,15 +76,14 @@ def capture(
     for layer_idx, weights in enumerate(attentions):
         record = recorded.get(layer_idx, {})
         kv_shape = record.pop("kv_shape", None)
-        for name in ("state", "start"):
-            if record.get(name) is not None:
-                record[name] = record[name].expand(*kv_shape, -1, -1)
-        views.append(LayerView(**{name: _wide(value) for name, value in {"attention": weights, **record}.items()}))
+        for name in {"state", "start"} & set(record):
+            record[name] = record[name].expand(*kv_shape, -1, -1)
+        views.append(LayerView(_wide(weights), **{name: _wide(value) for name, value in record.items()}))
     return views
 
 
-def _wide(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().to(torch.promote_types(value.dtype, torch.float32)).cpu()
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32)).cpu()
 
 
 @contextmanager
@@ -128,7 +127,7 @@ def _watch_decoder(layer: DecoderLayer, recorded: Records, rope_attention: bool,
 
 def _watch_converted(layer: TapeDecoderLayer, recorded: Records, rope_attention: bool, keep: Keep) -> None:
     """Of a converted model: its attention is given the state within `tape`, in the place of its cache."""
-    form, attention = layer.tape_form, layer.self_attn
+    form, attention = layer.tape_form, cast(Any, layer.self_attn)
     if form is None:
         return
     starts: list[Tensor] = []

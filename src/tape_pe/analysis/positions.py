@@ -2,8 +2,8 @@
 
 A state holds one complex number z = C + i S per channel pair (or per channel, for the structures of TAPE whose two
 channels of a pair differ): `[B, Hkv, N, Ds]` packed `[C | S]`, P = Ds / 2 numbers. At the start |z| = 1. None of the
-measures changes when all positions are shifted by the same amount, as far as the states are equivariant: that multiplies
-z[n, p] and its start value by one and the same exp(i w_p shift).
+measures changes when all positions are shifted by the same amount, as far as the states are equivariant: that
+multiplies z[n, p] and its start value by one and the same exp(i w_p shift).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def relative_difference(changed: Tensor, plain: Tensor) -> Tensor:
 
 
 def attention_difference(changed: Tensor, plain: Tensor) -> Tensor:
-    """mean_i sum_j |A'[i, j] - A[i, j]| of attention weights `[..., N, N]`: 0 to 2, twice the total variation: `[...]`."""
+    """mean_i sum_j |A'[i, j] - A[i, j]| of attention weights, 0 to 2: `[..., N, N]` -> `[...]`."""
     return (changed - plain).abs().sum(dim=-1).mean(dim=-1)
 
 

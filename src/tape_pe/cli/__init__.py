@@ -14,10 +14,17 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentError, ArgumentParser
 
 from tape_pe import __version__
-from tape_pe.cli import bench, encodings, finetune, language, runs
+from tape_pe.cli import bench, encodings, finetune, inspection, language, runs
 from tape_pe.cli.parts import UsageError
 
-COMMANDS = {**runs.COMMANDS, **finetune.COMMANDS, **language.COMMANDS, **encodings.COMMANDS, **bench.COMMANDS}
+COMMANDS = {
+    **runs.COMMANDS,
+    **finetune.COMMANDS,
+    **language.COMMANDS,
+    **encodings.COMMANDS,
+    **inspection.COMMANDS,
+    **bench.COMMANDS,
+}
 
 
 def _parser(arguments: list[str]) -> tuple[ArgumentParser, list[str]]:
