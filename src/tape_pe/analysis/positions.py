@@ -74,7 +74,8 @@ def movement(state: Tensor, start: Tensor) -> Movement:
         state: `[B, Hkv, N, Ds]`.
         start: the start state in the same shape, no number of which is 0.
     """
-    ratio = complex_state(state) / complex_state(start)
+    z, z0 = complex_state(state), complex_state(start)
+    ratio = z * z0.conj() / z0.abs().square()  # unlike z / z0, real to the last bit for states that have not moved
     angles = ratio.angle().abs().rad2deg()
     return Movement(
         phase=angles.mean(dim=-1),

@@ -69,7 +69,7 @@ def write_inspection(output: Path, subject: Subject, views: Sequence[LayerView])
         title=f"Inside {subject.label}",
         about=f"{subject.description}, reading {len(subject.tokens)} tokens: {_shortened(subject.text)!r}",
         layers=layer_table([summarize(view) for view in views]),
-        reading=_reading(bool(moving)),
+        glossary=_glossary(bool(moving)),
         notes=notes,
         panels=panels,
     )
@@ -103,22 +103,29 @@ def chosen(count: int, most: int) -> list[int]:
     return sorted({round(index) for index in np.linspace(0, count - 1, min(count, most))})
 
 
-def _reading(moving: bool) -> list[str]:
-    attention = (
-        "Attention distance: how many tokens back a query looks on average. On first token: the share of attention "
-        "that goes to it, which is often where heads with nothing to do look."
-    )
+def _glossary(moving: bool) -> list[tuple[str, str]]:
+    """The columns of the table, explained."""
+    attention = [
+        ("Attention distance", "how many tokens back a query looks on average."),
+        ("On first token", "the share of attention that goes to it: where heads look that find nothing else."),
+    ]
     if not moving:
-        return [attention]
+        return attention
     return [
-        "A layer reads one state per token and head, a complex number z per channel pair. Layer 0 reads the start "
-        "state, which RoPE has in every layer. State norm: the root mean square of |z| over the start's. "
-        "Phase moved: the mean of |angle(z / z0)| over channel pairs, z0 being the token's own start value; 90\u00b0 is "
-        "what unrelated states have. States to RoPE: the relative difference of the inner products of states of all "
-        "pairs of tokens to those of the start states. Attention to RoPE: the same layer, given the same input, "
-        "attends with the start states; for each query, the sum of the absolute differences of its attention weights "
-        "(at most 200e-2).",
-        attention,
+        (
+            "State",
+            "one complex number z per token, head and channel pair. Layer 0 reads the start state z0, which RoPE has "
+            "in every layer.",
+        ),
+        ("State norm", "the root mean square of |z| over that of z0."),
+        ("Phase moved", "the mean of |angle(z / z0)| over channel pairs; 90\u00b0 is what unrelated states have."),
+        ("States to RoPE", "the relative difference of the states' inner products to those of the start states."),
+        (
+            "Attention to RoPE",
+            "how differently the same layer, given the same input, would attend with the start states: the sum of "
+            "absolute differences of a query's attention weights, at most 200e-2.",
+        ),
+        *attention,
     ]
 
 

@@ -72,7 +72,8 @@ def depth_map(
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         most = MOST_LABELS // 2 if narrow else MOST_LABELS
         if columns is not None and width <= most:
-            texts = axes.set_xticks(range(width), columns, rotation=90, fontsize=8)
+            upright = max(map(len, columns)) <= 2
+            texts = axes.set_xticks(range(width), columns, rotation=0 if upright else 90, fontsize=8)
             for tick in texts:
                 tick.label1.set_parse_math(False)  # tokens may hold a "$"
         else:
