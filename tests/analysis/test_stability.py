@@ -8,8 +8,10 @@ from transformers import AutoTokenizer
 
 from tape_pe.analysis import measure_stability
 from tape_pe.analysis.stability import MOVED, first_tokens, front_token
+from tape_pe.report.stability import PUBLISHED, published_table, ratios
 from tape_pe.tasks.tokenizers import character_tokenizer
 
+DTYPES = ("float32", "bfloat16")
 RESULTS = Path(__file__).parents[2] / "results" / "stability.jsonl"
 
 
@@ -90,3 +92,54 @@ def test_first_tokens(llama_folder):
     assert tokenizer.batch_decode(rows) == ["12345678", "87654321"]
     with pytest.raises(ValueError, match="texts=3: only 2 texts have 8 tokens"):
         first_tokens(tokenizer, texts, 3, 8)
+    with pytest.raises(ValueError, match="text='abc': the tokenizer does not know all of it"):
+        first_tokens(character_tokenizer("ab"), ["abc"], 1, 2)
+
+
+def lines():
+    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_committed_attention_of_tape_is_as_stable_as_that_of_rope(dtype):
+    assert max(ratios(lines(), "attention", dtype)["tape"]) <= 2
+
+
+@pytest.mark.parametrize("measure", ["attention", "states"])
+def test_committed_differences_without_equivariance_are_no_rounding(measure):
+    for line in lines():
+        assert len(line["metrics"]["float32"]["shift"][measure]) == 8
+        if line["name"] != "tape_without_equivariance":
+            assert max(line["metrics"]["float32"]["shift"][measure]) < 5e-6  # fp32 rounding
+    assert min(ratios(lines(), measure, "float32")["tape_without_equivariance"][1:]) >= 5
+    assert min(ratios(lines(), "states", "bfloat16")["tape_without_equivariance"][1:]) > 2
+
+
+def test_committed_lines_are_of_the_same_seeds_and_texts():
+    seeds = {}
+    for line in lines():
+        seeds.setdefault(line["name"], set()).add(line["seed"])
+        assert line["metrics"]["texts"] == 64
+        assert line["config"]["plan"]["steps"] == line["steps"]
+    assert set(seeds) == set(PUBLISHED["attention"]["shift"])
+    assert len(set(map(frozenset, seeds.values()))) == 1
+
+
+def test_ratios_and_table():
+    def line(name, seed, value):
+        part = {"attention": [value] * 8, "states": [value] * 8}
+        return {"name": name, "seed": seed, "metrics": {d: {"front": part, "shift": part} for d in DTYPES}}
+
+    made = [
+        line(name, seed, scale * (seed + 1))
+        for seed in range(3)
+        for name, scale in zip(PUBLISHED["states"]["shift"], (0.01, 0.02, 0.2), strict=True)
+    ]
+    found = ratios(made, "states", "float32")
+    assert found["tape"] == pytest.approx([2.0] * 8)
+    assert found["tape_without_equivariance"] == pytest.approx([10.0] * 8)
+    table = published_table(made, "attention")
+    rows = [[cell.text for cell in row] for row in table.rows]
+    assert rows[0][1:] == ["rope", "published", "8.93", "8.51", "12.29", "11.46"]
+    assert rows[1][1:] == ["rope", "ours, float32", "2", "2", "2", "2"]
+    assert len(rows) == 18
