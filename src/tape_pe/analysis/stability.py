@@ -12,11 +12,11 @@ both restricted to the N tokens of the text (which is why rows of A' sum to less
     states       mean over texts and heads of ||P' - P|| / ||P||, Frobenius norms over pairs with j <= i
 
 An encoding that is relative has 0 for `shift`, but for rounding: the states of other positions are other numbers, which
-fp32 rounds by 6e-8 and bf16 by 4e-3. TAPE's states are rounded again in every layer, RoPE's only once. With `front`, the
-first layer's states only stand at other positions; its attention differs by what goes to the added tokens.
+fp32 rounds by 6e-8 and bf16 by 4e-3. TAPE's states are rounded again in every layer, RoPE's only once. With `front`,
+the first layer's states only stand at other positions; its attention differs by what goes to the added tokens.
 
-The published test (Zhu et al., arXiv 2501.00712) has labels and figures, no formulas. Rows are not divided by what is left of their sum,
-because the published first layer, whose states are the same for all models, differs by 0.09 for RoPE too.
+The published test (Zhu et al., arXiv 2501.00712) has labels and figures, no formulas. Rows are not divided by what is
+left of their sum, because the published first layer, which RoPE's positions alone cannot change, differs by 0.09.
 """
 
 from __future__ import annotations
