@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def run(plan: Plan, name: str, seed: int) -> Result:
     return Result(
         name=name,
         task="stability",
-        config={**options.sections(), "plan": asdict(plan)},
+        config={**options.sections(), "length": plan.length, "texts": plan.texts},
         seed=seed,
         eval_seconds=time.perf_counter() - started,
         metrics=metrics,

@@ -159,10 +159,10 @@ parameters. Numbers are of the same kind (the equations are in `tape_pe.analysis
 Three EOS tokens stand in front, because the byte tokenizer has no BOS; packed training has EOS between documents.
 
 A shift of all positions leaves attention of TAPE and RoPE as it is but for rounding, alike at every layer: in fp32 by
-less than 1e-6, where TAPE without equivariance changes by hundredths in every layer behind the first. Inner products of
-states are rounding too, but more of it: TAPE's states are rounded again in every layer, RoPE's once, so the ratio of the
-two is above 2 while both are near nothing in fp32. In bf16 (weights and states) rounding is larger than in the published
-runs, whose figures lie between our two precisions, and hides part of what the ablation loses.
+less than 1e-6, where TAPE without equivariance changes by hundredths in every layer behind the first. Inner products
+of states are rounding too, but more of it: TAPE's states are rounded again in every layer, RoPE's once, so the ratio of
+the two is above 2 while both are near nothing in fp32. In bf16 (weights and states) rounding is larger than in the
+published runs, whose figures lie between our two precisions, and hides part of what the ablation loses.
 
 {stability()}"""
 
