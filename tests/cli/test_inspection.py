@@ -123,7 +123,7 @@ def test_stability(llama_folder, adapter, capsys):
     command = ["stability", str(llama_folder), str(adapter), "--data", ".", "--texts", "2", "--length", "12"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "2 texts of 12 tokens, float32; in front: 3 BOS"
+    assert lines[0] == "2 texts of 12 tokens, float32; in front: 3 BOS; layers from 1"
     rows = [line.split() for line in lines if line.startswith(("tiny-llama", "adapter"))]
     assert len(rows) == 8  # two measures, two ways, two models
     assert [row[-2:] for row in rows if row[0] == "tiny-llama"][2:] == [["\u2013", "\u2013"]] * 2

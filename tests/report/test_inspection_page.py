@@ -95,7 +95,7 @@ def test_a_folder_is_no_page(tmp_path, views):
 def test_figures(narrow):
     values = np.array([[1.0, np.nan, 2.0], [1.0, 1.5, 0.5]])
     for picture in (
-        inspection_figures.depth_curves(values, ["head 0", "head 1"], "norm", narrow=narrow),
+        inspection_figures.depth_curves(values, ["head 0", "head 1"], "norm"),
         inspection_figures.depth_map(values, ["$a$", "bcd", "<c>"], ("token", "x"), narrow=narrow),
         inspection_figures.depth_map(np.full((2, 3), np.nan), None, ("token", "x"), narrow=narrow),
     ):

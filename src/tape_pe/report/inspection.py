@@ -154,7 +154,6 @@ def _curves(rows: Sequence[Tensor], label: str, caption: str, views: Sequence[La
     last = values[:, np.isfinite(values).all(axis=0)][:, -1]
     return Picture(
         svg=inspection_figures.depth_curves(values[heads], titles, label),
-        narrow=inspection_figures.depth_curves(values[heads], titles, label, narrow=True),
         alt=f"{label} of {len(heads)} heads against the layer; in the last one {last.min():.3g} to {last.max():.3g}",
         caption=caption,
     )
@@ -190,7 +189,7 @@ def _token_panel(views: Sequence[LayerView], tokens: Sequence[str]) -> Panel:
         sortable=False,
     )
     pictures[0] = Picture(**{**pictures[0].__dict__, "table": table})
-    best = ", ".join(f"{tokens[place]} (at {place}, {phases[last, place]:.0f}\u00b0)" for place in order[:5])
+    best = ", ".join(f"{tokens[place]} (at {place}, {phases[last, place]:.1f}\u00b0)" for place in order[:5])
     return Panel("Where tokens moved", [f"In layer {last} these moved most: {best}."], pictures, min_width=40)
 
 

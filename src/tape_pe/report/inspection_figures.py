@@ -13,20 +13,17 @@ from tape_pe.report.figures import COLOUR_MAP, FAINT, line_looks, new_figure, sa
 MOST_LABELS = 48  # more tokens have no room for their text
 
 
-def depth_curves(
-    values: np.ndarray, titles: Sequence[str], label: str, *, narrow: bool = False, file_format: str = "svg"
-) -> bytes:
+def depth_curves(values: np.ndarray, titles: Sequence[str], label: str, *, file_format: str = "svg") -> bytes:
     """A number of each head against the layer.
 
     Args:
         values: `[H, L]`, NaN where a layer has none.
         titles: one per head.
         label: what the number is.
-        narrow: lay the picture out for a phone.
         file_format: `"svg"` or `"png"`.
     """
     legend_lines = -(-len(titles) // 4) if len(titles) > 1 else 0
-    with new_figure(4.4, (3.0 if narrow else 3.4) + 0.2 * legend_lines) as figure:
+    with new_figure(4.4, 3.2 + 0.2 * legend_lines) as figure:
         axes = figure.add_subplot()
         lines = []
         marker = "o" if values.shape[1] <= 16 else ""
