@@ -103,10 +103,8 @@ def _stability(namespace: Namespace) -> int:
         name = short_name(place)
         measured[place if name in measured else name] = refusing(measure_stability, model, rows, token)
         added.add(what)
-    front = "/".join(sorted(added))
-    print(
-        f"{namespace.texts} texts of {namespace.length} tokens, {namespace.dtype}; in front: {MOVED} {front}; layers from 1"
-    )
+    read = f"{namespace.texts} texts of {namespace.length} tokens, {namespace.dtype}"
+    print(f"{read}; in front: {MOVED} {'/'.join(sorted(added))}; layers from 1")
     for table in stability_tables(measured):
         print(f"\n{table.caption}\n{plain_text(table)}")
     return 0
