@@ -226,7 +226,9 @@ def _layer_panel(index: int, view: LayerView) -> Panel:
         )
     if view.state is not None and (view.moved or index == 0):
         products = inner_products(view.state)[0].numpy()
-        pictures.append(_heads(products, f"inner products of states in layer {index}", "States.", 1.0))
+        pictures.append(
+            _heads(products, f"inner products of states in layer {index}", "Inner products of states.", 1.0)
+        )
     return Panel(f"Layer {index}", [], pictures, min_width=19)
 
 
@@ -241,7 +243,7 @@ def _heads(maps: np.ndarray, what: str, title: str, gamma: float) -> Picture:
     return Picture(
         svg=pattern_figures.pattern_maps(maps, titles, gamma=gamma, narrow=True),  # two heads side by side suit both
         alt=f"Heat maps of the {what}, {', '.join(titles)}: values from {low:.3g} to {high:.3g}",
-        caption=f"Queries down, keys across; {low:.3g} to {high:.3g}.",
+        caption=f"{0 if abs(low) < 1e-3 else low:.3g} to {high:.3g}; queries down, keys across.",
         title=title,
     )
 
