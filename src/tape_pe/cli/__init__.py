@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentError, ArgumentParser
 
 from tape_pe import __version__
-from tape_pe.cli import bench, encodings, finetune, language, runs, suite
+from tape_pe.cli import bench, encodings, finetune, inspection, language, runs, suite
 from tape_pe.cli.parts import UsageError
 
 COMMANDS = {
@@ -23,6 +23,7 @@ COMMANDS = {
     **finetune.COMMANDS,
     **language.COMMANDS,
     **encodings.COMMANDS,
+    **inspection.COMMANDS,
     **bench.COMMANDS,
 }
 

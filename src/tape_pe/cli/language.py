@@ -9,17 +9,14 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe.cli.parts import Command, UsageError, comma_separated, plain_warnings, quiet_loading, refusing
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
+from tape_pe.cli.parts import DTYPES, Command, UsageError, comma_separated, plain_warnings, quiet_loading, refusing
 
 # --- models --------------------------------------------------------------------------------------------------------
 
 
 def _model_arguments(parser: ArgumentParser, what: str = "A model folder, adapter folder or hub name.") -> None:
     parser.add_argument("model", type=str, help=what)
-    parser.add_argument("--dtype", type=str, default="float32", help=f"Precision: {', '.join(_DTYPES)}.")
+    parser.add_argument("--dtype", type=str, default="float32", help=f"Precision: {', '.join(DTYPES)}.")
     parser.add_argument("--device", type=str, help="Where to run, such as cpu or cuda; default: the GPU if any.")
     parser.add_argument("--attn_implementation", type=str, help="As in transformers, such as sdpa or eager.")
 
@@ -31,8 +28,8 @@ def _load(namespace: Namespace) -> tuple[Any, Any]:
     from tape_pe.evaluate import check_device
     from tape_pe.language.pretrained import load_causal_lm
 
-    if namespace.dtype not in _DTYPES:
-        raise UsageError(f"dtype={namespace.dtype!r}: it must be one of {', '.join(_DTYPES)}")
+    if namespace.dtype not in DTYPES:
+        raise UsageError(f"dtype={namespace.dtype!r}: it must be one of {', '.join(DTYPES)}")
     device = refusing(check_device, namespace.device)
     quiet_loading()
     dtype = getattr(torch, namespace.dtype)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
 
 class UsageError(Exception):
     """The command line or a file named on it cannot be used; the message says what is wrong with what."""

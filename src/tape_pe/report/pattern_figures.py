@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.colors import Normalize
+from matplotlib.colors import PowerNorm
 from matplotlib.ticker import MaxNLocator
 
 from tape_pe.report.figures import COLOUR_MAP, FAINT, line_looks, new_figure, saved
 
 
 def pattern_maps(
-    pattern: np.ndarray, titles: Sequence[str], *, narrow: bool = False, file_format: str = "svg"
+    pattern: np.ndarray, titles: Sequence[str], *, gamma: float = 1.0, narrow: bool = False, file_format: str = "svg"
 ) -> bytes:
     """A heat map per head on one colour scale; keys across, queries down, later keys left blank.
 
     Args:
         pattern: `[H, N, N]`; values that are not finite are left blank as well.
         titles: one per head.
+        gamma: below 1, small values get more of the colours, as attention weights need.
         narrow: lay the picture out for a phone.
         file_format: `"svg"` or `"png"`.
     """
@@ -38,7 +39,7 @@ def pattern_maps(
     width = 4.4 if narrow else 5.2 if heads == 1 else 6.6
     with new_figure(width, (width - 1.2) * tiles.shape[0] / tiles.shape[1] + 0.5) as figure:
         axes = figure.add_subplot()
-        image = axes.imshow(tiles, cmap=COLOUR_MAP, norm=Normalize(low, high), interpolation="nearest")
+        image = axes.imshow(tiles, cmap=COLOUR_MAP, norm=PowerNorm(gamma, low, high), interpolation="nearest")
         if heads > 1:
             for (top, left), title in zip(corners, titles, strict=True):
                 axes.text(left + length / 2, top - 0.05 * length, title, fontsize=9, ha="center")
