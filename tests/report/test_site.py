@@ -285,7 +285,7 @@ def test_refuses_what_is_not_a_suite(tmp_path):
     with pytest.raises(FileNotFoundError, match="not a suite's folder"):
         write_site(tmp_path)
     (tmp_path / "suite.yaml").write_text("name: x\nencodings: {}\n")
-    with pytest.raises(ValueError, match=r"suite\.yaml is not a suite"):
+    with pytest.raises(ValueError, match=r"suite\.yaml: tasks is missing"):
         write_site(tmp_path)
     folder = write_suite(tmp_path / "torn", tasks=SMALL)
     (folder / "failures.jsonl").write_text("{")

@@ -25,6 +25,7 @@ def _arguments(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def _suite(namespace: Namespace) -> int:
+    from tape_pe.report import write_site
     from tape_pe.suite import SuiteInterruptedError, finished_results, load_suite, plan, run_suite
 
     path = Path(namespace.suite)
@@ -41,7 +42,7 @@ def _suite(namespace: Namespace) -> int:
     except SuiteInterruptedError as interruption:
         print(f"\nInterrupted: {interruption}\nGo on with: tape suite {namespace.suite}", file=sys.stderr)
         return 130
-    print(f"Results: {suite.folder / 'results.jsonl'}\nNext: tape report {suite.folder}")
+    print(f"Results: {suite.folder / 'results.jsonl'}\nSite: {write_site(suite.folder)}")
     return 1 if failures else 0
 
 

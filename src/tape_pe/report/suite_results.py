@@ -6,15 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from tape_pe.report.parts import Run
 from tape_pe.results import RESULTS_FILE, read_results
-
-SUITE_FILE = "suite.yaml"
-FAILURES_FILE = "failures.jsonl"
+from tape_pe.suite.plan import SUITE_FILE, load_suite
+from tape_pe.suite.run import FAILURES_FILE
 
 
 @dataclass(frozen=True)
@@ -89,27 +85,18 @@ def read_suite(folder: Path) -> SuiteResults:
         FileNotFoundError: `folder` has no `suite.yaml`.
         ValueError: a file does not hold what it should; the message names it.
     """
-    path = folder / SUITE_FILE
-    if not path.is_file():
+    if not (folder / SUITE_FILE).is_file():
         raise FileNotFoundError(f"{folder} is not a suite's folder: it has no {SUITE_FILE}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        encodings = [str(label) for label in values["encodings"]]
-        seeds = [int(seed) for seed in values["seeds"]]
-        tasks: dict[str, dict[str, Any]] = {str(label): entry for label, entry in values["tasks"].items()}
-        registered = {label: str(entry["task"].get("name", label)) for label, entry in tasks.items()}
-        chosen = {label: list(entry.get("encodings") or encodings) for label, entry in tasks.items()}
-        name = str(values.get("name") or folder.resolve().name)
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a suite: {error!r}") from error
-    if not encodings or not tasks or not seeds:
-        raise ValueError(f"{path} is not a suite: encodings, tasks and seeds are needed, at least one of each")
+    suite = load_suite(folder)
+    seeds = suite.seeds
+    registered = {label: str(entry.task.get("name", label)) for label, entry in suite.tasks.items()}
+    chosen = {label: list(entry.encodings or suite.encodings) for label, entry in suite.tasks.items()}
     results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
     latest = {result.name: result for result in results}
     lines = {name: sum(result.name == name for result in results) for name in latest}
     failures = _read_failures(folder / FAILURES_FILE)
     found = []
-    for label in tasks:
+    for label in registered:
         finished, failed = {}, {}
         for encoding in chosen[label]:
             for seed in seeds:
@@ -119,7 +106,7 @@ def read_suite(folder: Path) -> SuiteResults:
                 elif run in failures:
                     failed[encoding, seed] = failures[run]
         found.append(TaskRuns(label, registered[label], chosen[label], seeds, finished, failed))
-    return SuiteResults(name, encodings, found, list(latest))
+    return SuiteResults(suite.name, list(suite.encodings), found, list(latest))
 
 
 def _read_failures(path: Path) -> dict[str, str]:

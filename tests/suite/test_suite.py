@@ -1,0 +1,201 @@
+"""Suites: what is planned, what each run leaves, and what failures, interruptions and changed files come to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tape_pe.cli import main
+from tape_pe.models import TapeLMForCausalLM
+from tape_pe.options import load_options
+from tape_pe.results import read_results
+from tape_pe.suite import Failure, finished_results, load_suite, plan, run_suite
+from tape_pe.train import build_config, check_run
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "suites"
+SMALL = {
+    "model": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "training": {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"},
+    "encodings": {"tape": {}, "rope": None, "wide": {"encoding": "rope", "intermediate_size": 48}},
+    "tasks": {
+        "copy": {"task": {"max_length": 4, "rows_per_size": 3}},
+        "z60": {
+            "task": {"name": "state_tracking", "group": "Z60", "max_length": 4, "rows_per_size": 3},
+            "training": {"max_steps": 1},
+            "encodings": ["rope"],
+        },
+    },
+    "seeds": [3, 5],
+}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a small suite with changes, and returns its file."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**changes) -> Path:
+        path = Path("small.yaml")
+        path.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+        return path
+
+    return write
+
+
+def test_plan_has_every_combination_once_with_seeds_slowest(write) -> None:
+    runs = plan(load_suite(write()))
+    names = ["copy/tape", "copy/rope", "copy/wide", "z60/rope"]
+    assert [run.name for run in runs] == [f"{name}/seed-{seed}" for seed in (3, 5) for name in names]
+    wide, z60 = runs[2].options, runs[3].options
+    assert (wide.model.encoding, wide.model.intermediate_size, wide.training["seed"]) == ("rope", 48, 3)
+    assert (z60.task_name, z60.task.group, z60.training["max_steps"]) == ("state_tracking", "Z60", 1)
+    assert wide.output_dir == "runs/small/copy/wide/seed-3"
+    for run in runs:
+        model = TapeLMForCausalLM(build_config(run.options.model, run.options.task.tokenizer()))
+        assert run.parameters == model.num_parameters()
+
+
+def test_parameters_are_matched_by_the_width_of_the_mlp(write) -> None:
+    encodings = {"tape": {}, "rope": {}, "wide": {"encoding": "rope", "intermediate_size": 99}, "t5": {}}
+    suite = load_suite(write(encodings=encodings, match_parameters="rope"))
+    runs = {run.name: run for run in plan(suite)}
+    target = runs["copy/rope/seed-3"].parameters
+    assert runs["copy/wide/seed-3"].parameters == target
+    one_unit = 3 * 16 * 2
+    assert all(abs(run.parameters - target) <= one_unit / 2 for name, run in runs.items() if name.startswith("copy"))
+    assert runs["copy/tape/seed-3"].options.model.intermediate_size < 32
+    assert runs["copy/rope/seed-3"].options.model.intermediate_size == 32
+
+
+def test_a_suite_runs_once_and_writes_a_line_per_run(write, capsys) -> None:
+    path = write()
+    assert main(["suite", str(path), "--seeds", "3"]) == 0
+    assert "copy/tape/seed-3: accuracy" in capsys.readouterr().out
+    folder = Path("runs/small")
+    lines = {result.name: result for result in read_results(folder)}
+    assert sorted(lines) == [f"{name}/seed-3" for name in ("copy/rope", "copy/tape", "copy/wide", "z60/rope")]
+    assert lines["copy/tape/seed-3"].steps == 2
+    assert lines["z60/rope/seed-3"].config["task"]["group"] == "Z60"
+    assert lines["copy/tape/seed-3"].metrics == read_results(folder / "copy/tape/seed-3")[-1].metrics
+    assert (folder / "site" / "index.html").is_file()
+    before = (folder / "results.jsonl").read_text()
+    modified = (folder / "copy/tape/seed-3/training.json").stat().st_mtime_ns
+
+    assert main(["suite", str(path)]) == 0
+    assert "8 runs, 4 of them finished" in capsys.readouterr().out
+    after = (folder / "results.jsonl").read_text()
+    assert after.startswith(before)
+    assert len(read_results(folder)) == 8
+    assert (folder / "copy/tape/seed-3/training.json").stat().st_mtime_ns == modified
+    assert not (folder / "failures.jsonl").exists()
+
+
+def test_lines_alone_tell_what_has_finished(write) -> None:
+    path = write(encodings={"rope": {}}, tasks={"copy": SMALL["tasks"]["copy"]}, seeds=[1])
+    suite = load_suite(path)
+    runs = plan(suite)
+    first, _ = run_suite(suite, runs)
+    elsewhere = load_suite(
+        write(), encodings={"rope": {}}, tasks={"copy": SMALL["tasks"]["copy"]}, seeds=[1], output_dir="b"
+    )
+    Path("b").mkdir()
+    Path("b/results.jsonl").write_text(Path("runs/small/results.jsonl").read_text() + '{"name": "torn')
+    assert finished_results(elsewhere, plan(elsewhere)) == {first[0].name: first[0]}
+    # And a run folder alone does so too, where the suite was killed before it wrote the line.
+    Path("runs/small/results.jsonl").unlink()
+    assert run_suite(suite, runs) == (first, [])
+    assert read_results(Path("runs/small")) == first
+
+
+def test_a_failed_run_is_reported_and_the_others_go_on(write, capsys) -> None:
+    encodings = {"learned": {"max_position_embeddings": 9}, "rope": {}}  # training has 10 tokens at most; scoring more
+    path = write(encodings=encodings, tasks={"copy": SMALL["tasks"]["copy"]}, seeds=[1])
+    assert main(["suite", str(path)]) == 1
+    assert "copy/learned/seed-1: FAILED" in capsys.readouterr().out
+    folder = Path("runs/small")
+    failure = Failure(**json.loads((folder / "failures.jsonl").read_text()))
+    assert failure.exit_code in (1, 2)
+    assert "max_position_embeddings" in failure.message
+    assert [result.name for result in read_results(folder)] == ["copy/rope/seed-1"]
+
+
+def test_an_interrupted_suite_saves_and_goes_on(write) -> None:
+    training = {"max_steps": 4000, "per_device_train_batch_size": 4, "save_strategy": "no", "logging_steps": 500}
+    path = write(encodings={"rope": {}}, tasks={"copy": SMALL["tasks"]["copy"]}, seeds=[1], training=training)
+    command = [sys.executable, "-m", "tape_pe.cli", "suite", str(path)]
+    source = str(Path(__file__).parents[2] / "src")
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": source}, stderr=subprocess.PIPE, text=True)
+    run = Path("runs/small/copy/rope/seed-1")
+    deadline = time.monotonic() + 120
+    while not (run / "config.yaml").is_file():
+        assert process.poll() is None, "the suite ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "stopped with 0 of 1 runs finished" in error
+    checkpoint = max(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    assert 0 < int(checkpoint.name.rpartition("-")[2]) < 4000
+    assert not Path("runs/small/failures.jsonl").exists()
+    assert check_run(load_options(run), resume=True) == checkpoint  # what the next attempt goes on from
+    assert main(["suite", str(path)]) == 0
+    assert read_results(Path("runs/small"))[0].steps == 4000
+
+
+def test_a_changed_suite_does_not_mix_with_the_old_lines(write, capsys) -> None:
+    only = {"tasks": {"copy": SMALL["tasks"]["copy"]}, "encodings": {"rope": {}}, "seeds": [1]}
+    assert main(["suite", str(write(**only))]) == 0
+    changed = {**SMALL["training"], "learning_rate": 0.5}
+    capsys.readouterr()
+    assert main(["suite", str(write(**only, training=changed))]) == 2
+    assert "training.learning_rate is 0.5" in capsys.readouterr().err
+    assert len(read_results(Path("runs/small"))) == 1
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(write, capsys) -> None:
+    assert main(["suite", str(write()), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "copy/tape/seed-3" in output
+    assert "8 runs, 0 finished; about" in output
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": []}, "seeds=[]"),
+        ({"seeds": [1, 1]}, "seeds=[1, 1]"),
+        ({"sedes": [1]}, "sedes is not a key"),
+        ({"encodings": {}}, "encodings={}"),
+        ({"encodings": {"rope": {}, "ropes": {}}}, "encoding='ropes'"),
+        ({"encodings": {"a/b": {"encoding": "rope"}}}, "encodings='a/b'"),
+        ({"encodings": {"rope": {"width": 3}}}, "model.width"),
+        ({"tasks": {"copie": {"task": {}}}}, "copie"),
+        ({"tasks": {"copy": {"task": {"length": 3}}}}, "task.length"),
+        ({"tasks": {"copy": {"tsak": {}}}}, "tasks.copy.tsak is not a key"),
+        ({"tasks": {"copy": {"task": {}, "encodings": ["alibi"]}}}, "tasks.copy.encodings='alibi'"),
+        ({"match_parameters": "alibi"}, "match_parameters='alibi'"),
+        ({"processes": 0}, "processes=0"),
+        ({"training": {"max_steps": 2, "learning_rate": -1}}, "learning_rate"),
+    ],
+)
+def test_bad_suites_are_refused_before_work(write, capsys, changes: dict, message: str) -> None:
+    assert main(["suite", str(write(**changes))]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_suites_can_be_planned(path: Path, tmp_path) -> None:
+    suite = load_suite(path, output_dir=str(tmp_path))
+    assert len(plan(suite)) >= len(suite.seeds) * len(suite.tasks)
