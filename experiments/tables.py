@@ -15,6 +15,7 @@ from typing import Any
 
 from tape_pe.bench.page import about
 from tape_pe.bench.tables import count_tables, latest, target_table, time_groups, time_table
+from tape_pe.report import overview_text, read_suite
 from tape_pe.report.parts import MISSING, Cell, Table
 from tape_pe.report.stability import MEASURES, published_table, ratios
 from tape_pe.report.tables import plain_text
@@ -126,6 +127,13 @@ def stability() -> str:
     return text + f"Seeds {', '.join(map(str, seeds))}. Held-out loss in nats per byte: {told}.\n"
 
 
+def suite() -> str:
+    """The overview of the suite that two cores ran."""
+    if not (RESULTS / "two_cores").is_dir():
+        return "Not run yet.\n"
+    return f"```\n{overview_text(read_suite(RESULTS / 'two_cores'))}\n```\n"
+
+
 def page() -> str:
     """The whole page."""
     return f"""# Results
@@ -164,7 +172,15 @@ of states are rounding too, but more of it: TAPE's states are rounded again in e
 the two is above 2 while both are near nothing in fp32. In bf16 (weights and states) rounding is larger than in the
 published runs, whose figures lie between our two precisions, and hides part of what the ablation loses.
 
-{stability()}"""
+{stability()}
+## Encodings compared
+
+`tape suite configs/suites/two_cores.yaml`: models of about 0.15 M parameters, equally many for each encoding, on the
+same samples in the same order. *Out of range* is beyond the trained lengths. The interval is that of the mean (t);
+`clearly best` stands where an encoding's interval lies apart from all others. `tape report results/two_cores` draws the
+same lines as pages, with learning curves and scores by length.
+
+{suite()}"""
 
 
 def performance() -> str:

@@ -34,7 +34,7 @@ def test_medians_and_extremes():
 
 
 def test_lines_name_no_place_of_one_machine():
-    for path in (ROOT / "results").glob("*.jsonl"):
+    for path in (ROOT / "results").rglob("*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             json.loads(line)
             assert "/root" not in line
