@@ -11,7 +11,12 @@ from tape_pe.report import addition, sizes
 from tape_pe.report.parts import MISSING, Cell, Column, Run, Table, TaskReport, duration, metric
 from tape_pe.results import Result
 
-TASK_REPORTS: dict[str, TaskReport] = {"addition": addition.REPORT, **sizes.REPORTS}  # a further task adds its line
+_SCROLLS = Column("SCROLLS score", metric("scrolls_score"), "{:.2f}".format, bounds=(0.0, 100.0))
+TASK_REPORTS: dict[str, TaskReport] = {  # a further task adds its line
+    "addition": addition.REPORT,
+    **sizes.REPORTS,
+    "scrolls": TaskReport(title="SCROLLS", columns=lambda runs: _any_metrics(runs), in_range=_SCROLLS),
+}
 NOT_SET = "not set"
 # Keys that do not make two configurations different; how many samples were drawn again follows from the seed.
 NOT_A_VARIANT = {"seed", "name", "run", "output", "output_dir", "redrawn"}
