@@ -7,34 +7,24 @@ training has finished, the model and tokenizer files and `training.json` (what t
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-import signal
-import threading
-import time
-from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-from accelerate.utils import broadcast_object_list
+from accelerate import PartialState
 from transformers import (
     AutoConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from tape_pe.encodings import get_encoding
 from tape_pe.files import remove_staging_folders, staging_folder, write_json
@@ -43,9 +33,14 @@ from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
 from tape_pe.tasks.base import RightPaddingCollator
+from tape_pe.trainer import PROGRESS_FILE, RunTrainer, StopOnSignal, TrainingInterruptedError
+
+__all__ = [
+    "FREE_ON_RESUME", "PROGRESS_FILE", "TRAINING_FILE", "RunTrainer", "StopOnSignal", "TrainingInterruptedError",
+    "build_config", "build_model", "check_run", "check_same_run", "train",
+]  # fmt: skip
 
 TRAINING_FILE = "training.json"
-PROGRESS_FILE = "progress.json"
 
 FREE_ON_RESUME = frozenset({
     "max_steps", "save_steps", "save_total_limit", "save_strategy", "report_to", "run_name", "disable_tqdm",
@@ -53,19 +48,6 @@ FREE_ON_RESUME = frozenset({
 })  # fmt: skip
 """`training` options that may differ when a run is resumed. `max_steps` is one of them, so that a run can be extended;
 where the learning rate depends on it, the extended run is not the one that would have been longer from its start."""
-
-
-class TrainingInterruptedError(Exception):
-    """Training was asked to stop by a signal, and saved a checkpoint.
-
-    Attributes:
-        checkpoint: folder of that checkpoint.
-        step: optimizer steps done.
-    """
-
-    def __init__(self, checkpoint: Path, step: int) -> None:
-        super().__init__(f"stopped after step {step}; the state is saved in {checkpoint}")
-        self.checkpoint, self.step = checkpoint, step
 
 
 def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> TapeLMConfig:
@@ -137,17 +119,23 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
         FileExistsError: the folder is in use, and neither `resume` nor `overwrite` is set.
         FileNotFoundError: the checkpoint to resume from does not exist.
         TrainingInterruptedError: a signal stopped it; resume to go on.
-        FloatingPointError: the loss became infinite or NaN; the message names the step.
+        FloatingPointError: the loss or the gradients became infinite or NaN; the message names the step, and the
+            file in the run folder that the batch is saved in (`0.input_ids`, `0.labels`, and so on for each micro-batch
+            of the step so far; one file for each process).
     """
     checkpoint = check_run(options, resume=resume, overwrite=overwrite)
     arguments = training_arguments(options)
     run = Path(options.output_dir)
     if resume is True and _finished_steps(run) >= arguments.max_steps:
         return run
-    if overwrite:
-        shutil.rmtree(run, ignore_errors=True)
-    run.mkdir(parents=True, exist_ok=True)
-    remove_staging_folders(run)
+    processes = PartialState()
+    processes.wait_for_everyone()  # no process checks what another has written already
+    if arguments.should_save:
+        if overwrite:
+            shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True, exist_ok=True)
+        remove_staging_folders(run)
+    processes.wait_for_everyone()
 
     tokenizer = options.task.tokenizer()
     model = build_model(options.model, tokenizer, arguments.seed)
@@ -167,17 +155,20 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
         trainer.get_train_dataloader()
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"training: {error}") from error
-    (run / TRAINING_FILE).unlink(missing_ok=True)  # of a finished run that now goes on
-    options.save(run)
+    if arguments.should_save:
+        (run / TRAINING_FILE).unlink(missing_ok=True)  # of a finished run that now goes on
+        options.save(run)
     with StopOnSignal() as stop:
         trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         step = trainer.state.global_step
         if step < arguments.max_steps:
             raise TrainingInterruptedError(run / f"{PREFIX_CHECKPOINT_DIR}-{step}", step)
+        weights = trainer.accelerator.get_state_dict(trainer.model)  # of all processes, where they are sharded
         if arguments.should_save:
-            summary = options.task.training_summary(arguments.seed, size)
-            _save_final(run, model, tokenizer, {**trainer.progress(), "seed": arguments.seed, "data": summary})
+            facts = {"seed": arguments.seed, "data": options.task.training_summary(arguments.seed, size)}
+            _save_final(run, trainer.model, weights, tokenizer, {**trainer.progress(), **facts})
+        processes.wait_for_everyone()
     return run
 
 
@@ -192,7 +183,9 @@ def check_run(
     Raises:
         ValueError, FileExistsError, FileNotFoundError: see `train`.
     """
-    select_backend(training_arguments(options).device)
+    arguments = training_arguments(options)
+    select_backend(arguments.device)
+    _check_processes(arguments)
     options.task.check()
     run, tokenizer = Path(options.output_dir), options.task.tokenizer()
     build_config(options.model, tokenizer)
@@ -221,6 +214,18 @@ def check_run(
         return None
     _check_checkpoint(Path(found), options)
     return Path(found)
+
+
+def _check_processes(arguments: TrainingArguments) -> None:
+    """Raises ValueError where processes that were started together would each train alone, or not shard as asked."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != arguments.world_size:
+        raise ValueError(
+            f"WORLD_SIZE={started}: the processes would not train together; without GPUs set ACCELERATE_USE_CPU=true"
+        )
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if sharded and arguments.world_size > 1 and arguments.device.type == "cpu":
+        raise ValueError("ACCELERATE_USE_FSDP='true': accelerate shards on accelerators only; use ddp.yaml on CPUs")
 
 
 def _check_checkpoint(checkpoint: Path, options: RunOptions) -> None:
@@ -256,11 +261,15 @@ def _finished_steps(run: Path) -> int:
 
 
 def _save_final(
-    run: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: dict[str, Any]
+    run: Path,
+    model: PreTrainedModel,
+    weights: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: dict[str, Any],
 ) -> None:
     """Puts model, tokenizer and `training.json` into the run folder; the latter, written last, means "finished"."""
     with staging_folder(run) as staging:
-        model.save_pretrained(staging)
+        model.save_pretrained(staging, state_dict=weights)
         tokenizer.save_pretrained(staging)
         for path in staging.iterdir():
             os.replace(path, run / path.name)
@@ -277,122 +286,9 @@ def _tensorboard_callbacks(arguments: TrainingArguments, run: Path) -> list[Trai
     """TensorBoard logs go to the run's own folder, which `TrainingArguments` has no field for."""
     if "tensorboard" not in arguments.report_to:
         return []
+    arguments.report_to = [name for name in arguments.report_to if name != "tensorboard"]
+    if not arguments.should_save:
+        return []
     from torch.utils.tensorboard import SummaryWriter
 
-    arguments.report_to = [name for name in arguments.report_to if name != "tensorboard"]
     return [TensorBoardCallback(SummaryWriter(log_dir=str(run / "tensorboard")))]
-
-
-class RunTrainer(Trainer):
-    """`Trainer` with checkpoints that appear whole, and a loss curve and a clock that survive an interruption.
-
-    Its own log forgets the steps between the last line and the checkpoint; the loss curve does not.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._loss_curve: list[list[float]] = []
-        self._interval_loss, self._interval_steps = 0.0, 0
-        self._seconds_before, self._started = 0.0, 0.0
-        self._staging: Path | None = None
-        self.add_callback(_StepCounter(self))
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """See `Trainer.train`."""
-        if isinstance(resume_from_checkpoint, str):
-            saved = json.loads((Path(resume_from_checkpoint) / PROGRESS_FILE).read_text(encoding="utf-8"))
-            self._loss_curve, self._seconds_before = saved["loss_curve"], saved["train_seconds"]
-            self._interval_loss, self._interval_steps = saved["interval_loss"], saved["interval_steps"]
-        self._started = time.perf_counter()
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-
-    def progress(self) -> dict[str, Any]:
-        """`steps`, non-padding `tokens`, `train_seconds` and the `loss_curve` of `[step, mean loss]` so far."""
-        return {
-            "steps": self.state.global_step,
-            "tokens": int(self.state.num_input_tokens_seen),
-            "train_seconds": self._seconds_before + time.perf_counter() - self._started,
-            "loss_curve": self._loss_curve,
-        }
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See `Trainer.training_step`; raises FloatingPointError as soon as a loss is not finite."""
-        loss = super().training_step(*args, **kwargs)
-        value = (loss if self.args.world_size == 1 else self.accelerator.reduce(loss.detach(), "mean")).item()
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the training loss is {value} at step {self.state.global_step + 1}")
-        self._interval_loss += value
-        return loss
-
-    def end_step(self, step: int) -> None:
-        """Counts a step, and adds a point to the loss curve every `logging_steps` and at the last step."""
-        self._interval_steps += 1
-        if step % max(1, int(self.state.logging_steps)) == 0 or step == self.state.max_steps:
-            self._loss_curve.append([step, self._interval_loss / self._interval_steps])
-            self._interval_loss, self._interval_steps = 0.0, 0
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staging or super()._get_output_dir(trial))
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        run = Path(self.args.output_dir)
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        writes = self.args.should_save
-        with staging_folder(run) if writes else nullcontext() as staging:
-            # Every process has files for the checkpoint, and the first one's folder takes them all.
-            self._staging = Path(broadcast_object_list([str(staging)])[0])
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if writes:
-                interval = {"interval_loss": self._interval_loss, "interval_steps": self._interval_steps}
-                write_json(self._staging / name / PROGRESS_FILE, {**self.progress(), **interval})
-                shutil.rmtree(run / name, ignore_errors=True)
-                os.replace(self._staging / name, run / name)
-        self._staging = None
-        if writes:
-            rotate_checkpoints(str(run), self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
-
-
-class _StepCounter(TrainerCallback):
-    """Tells the trainer that an optimizer step is complete, before its checkpoint is written."""
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.trainer.end_step(state.global_step)
-
-
-class StopOnSignal(TrainerCallback):
-    """Turns the first SIGINT or SIGTERM into a checkpoint and an orderly stop; a second one acts as usual.
-
-    A context manager: the signals are caught inside it only, and only in the main thread.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopOnSignal:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Saves and stops if a signal has come."""
-        if self.received is not None:
-            control.should_save = True
-            control.should_training_stop = True

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tape_pe.language.generate import GREEDY, padding_id
 from tape_pe.language.perplexity import perplexity
+from tape_pe.language.stream import TokenStream
 from tape_pe.language.text import STDLIB, has_splits, read_texts, token_blocks
 from tape_pe.tasks.base import Task
 from tape_pe.tasks.counter import random_bits
@@ -42,6 +43,8 @@ class LanguageModelling(Task):
         vocab_size: of byte-pair encoding, at least 512.
         length: tokens of a training sample.
         train_tokens: of so many tokens samples are cut, at random places.
+        streaming: read and tokenize `data` while training instead, all of it in its order: for texts too many to hold.
+            Samples then are blocks that follow each other, see `tape_pe.language.stream`; `train_tokens` has no effect.
         eval_tokens: scored tokens, from the beginning of `eval_data`.
         eval_factors: lengths to score, in units of `length`. Windows move on by half of what the model reads.
     """
@@ -52,6 +55,7 @@ class LanguageModelling(Task):
     vocab_size: int = 2048
     length: int = 256
     train_tokens: int = 4_000_000
+    streaming: bool = False
     eval_tokens: int = 32_768
     eval_factors: Sequence[float] = (0.125, 0.25, 0.5, 1, 2, 4)
 
@@ -98,12 +102,16 @@ class LanguageModelling(Task):
             raise ValueError(f"task.data={self.data!r}: has {len(tokens)} tokens, fewer than the length, {self.length}")
         return tokens
 
-    def training_dataset(self, seed: int, size: int) -> TextDataset:
-        """See `Task.training_dataset`; every token but a sample's first carries loss."""
+    def training_dataset(self, seed: int, size: int) -> TextDataset | TokenStream:
+        """See `Task.training_dataset`; every token but a sample's first carries loss. A stream depends on no seed."""
+        if self.streaming:
+            return TokenStream(read_texts(self.data, pieces=True), self.tokenizer(), self.length)
         return TextDataset(self.training_tokens, self.length, seed, size)
 
     def training_summary(self, seed: int, size: int) -> dict[str, Any]:
-        """`samples`, and the `distinct_tokens` that they are cut from."""
+        """`samples`, and the `distinct_tokens` that they are cut from, where they are not streamed."""
+        if self.streaming:
+            return {"samples": size}
         return {"samples": size, "distinct_tokens": len(self.training_tokens)}
 
     def score(
