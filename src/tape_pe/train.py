@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Set
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
 from tape_pe.tasks.base import RightPaddingCollator
-from tape_pe.trainer import PROGRESS_FILE, RunTrainer, StopOnSignal, TrainingInterruptedError
+from tape_pe.trainer import PROGRESS_FILE, RunTrainer, StopOnSignal, TrainingInterruptedError, samples_per_step
 
 __all__ = [
     "FREE_ON_RESUME", "PROGRESS_FILE", "TRAINING_FILE", "RunTrainer", "StopOnSignal", "TrainingInterruptedError",
@@ -48,6 +49,10 @@ FREE_ON_RESUME = frozenset({
 })  # fmt: skip
 """`training` options that may differ when a run is resumed. `max_steps` is one of them, so that a run can be extended;
 where the learning rate depends on it, the extended run is not the one that would have been longer from its start."""
+
+
+BATCH_FIELDS = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
+"""`training` options that may differ as well, if a step has as many samples as before: then so may the processes."""
 
 
 def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> TapeLMConfig:
@@ -139,9 +144,7 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
 
     tokenizer = options.task.tokenizer()
     model = build_model(options.model, tokenizer, arguments.seed)
-    size = (
-        arguments.max_steps * arguments.gradient_accumulation_steps * arguments.train_batch_size * arguments.world_size
-    )
+    size = arguments.max_steps * samples_per_step(arguments)
     try:
         trainer = RunTrainer(
             model=model,
@@ -203,7 +206,7 @@ def check_run(
         if not resume and not overwrite:
             raise FileExistsError(f"output_dir is {run}, which holds a run already; use --resume or --overwrite")
         if resume:
-            check_same_run(load_options(run), options)
+            check_same_run(load_options(run), options, free=FREE_ON_RESUME | BATCH_FIELDS)
     if isinstance(resume, (str, os.PathLike)):
         if not (Path(resume) / PROGRESS_FILE).is_file():
             raise FileNotFoundError(f"checkpoint is {resume}, which is not a checkpoint of a run")
@@ -212,7 +215,7 @@ def check_run(
         found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
     if found is None:
         return None
-    _check_checkpoint(Path(found), options)
+    _check_checkpoint(Path(found), options, samples_per_step(arguments))
     return Path(found)
 
 
@@ -228,10 +231,12 @@ def _check_processes(arguments: TrainingArguments) -> None:
         raise ValueError("ACCELERATE_USE_FSDP='true': accelerate shards on accelerators only; use ddp.yaml on CPUs")
 
 
-def _check_checkpoint(checkpoint: Path, options: RunOptions) -> None:
-    """Raises ValueError for a checkpoint that is damaged, or beyond the end of the training that resumes from it."""
+def _check_checkpoint(checkpoint: Path, options: RunOptions, samples: int) -> None:
+    """Raises ValueError for a checkpoint that is damaged, beyond the end of the training that resumes from it, or of
+    training with another number of samples per step."""
     try:
-        steps = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))["steps"]
+        progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
+        steps, before = progress["steps"], progress.get("samples_per_step", samples)
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint is {checkpoint}, which is damaged ({error!r}); give another one") from error
@@ -239,10 +244,15 @@ def _check_checkpoint(checkpoint: Path, options: RunOptions) -> None:
         raise ValueError(
             f"training.max_steps is {options.training['max_steps']}; {checkpoint} has {steps} steps already"
         )
+    if samples != before:
+        raise ValueError(
+            f"samples per step={samples}: {checkpoint} was written with {before}; "
+            f"{' x '.join(sorted(BATCH_FIELDS))} x processes must be as many"
+        )
 
 
-def check_same_run(old: RunOptions, new: RunOptions) -> None:
-    """Raises ValueError where a resumed run would not be the run that was begun."""
+def check_same_run(old: RunOptions, new: RunOptions, *, free: Set[str] = FREE_ON_RESUME) -> None:
+    """Raises ValueError where a resumed run would not be the run that was begun; `free` training options may differ."""
     before, after = (json.loads(json.dumps(options.sections())) for options in (old, new))  # as files have them
     defaults = {f.name: f.default for f in fields(TrainingArguments)}
     for sections in (before, after):
@@ -250,7 +260,7 @@ def check_same_run(old: RunOptions, new: RunOptions) -> None:
     for section in ("model", "task", "training"):
         for key in before[section]:
             was, now = before[section].get(key), after[section].get(key)
-            if was != now and not (section == "training" and key in FREE_ON_RESUME):
+            if was != now and not (section == "training" and key in free):
                 raise ValueError(f"{section}.{key} is {now!r}; the run to resume has {was!r} in {old.output_dir}")
 
 

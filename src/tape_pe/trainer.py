@@ -31,6 +31,11 @@ from tape_pe.sharded import load_optimizer_state, load_weights, whole_optimizer_
 PROGRESS_FILE = "progress.json"
 
 
+def samples_per_step(arguments: TrainingArguments) -> int:
+    """Samples of an optimizer step, of all processes together."""
+    return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+
+
 class TrainingInterruptedError(Exception):
     """Training was asked to stop by a signal, and saved a checkpoint.
 
@@ -162,8 +167,13 @@ class RunTrainer(Trainer):
                 self._stream_position.save(self._stream_file(self._staging / name))
             self.accelerator.wait_for_everyone()
             if writes:
-                interval = {"interval_loss": self._interval_loss, "interval_steps": self._interval_steps}
-                write_json(self._staging / name / PROGRESS_FILE, {**self.progress(), **interval})
+                state = {
+                    **self.progress(),
+                    "interval_loss": self._interval_loss,
+                    "interval_steps": self._interval_steps,
+                    "samples_per_step": samples_per_step(self.args),
+                }
+                write_json(self._staging / name / PROGRESS_FILE, state)
                 if (run / name).exists():  # moved, since what is being deleted would look like a checkpoint
                     os.replace(run / name, self._staging / f"old-{name}")
                 os.replace(self._staging / name, run / name)

@@ -98,7 +98,7 @@ class TokenStream(IterableDataset):
                         position = replace(position, blocks=block + 1)
                         yield {"input_ids": piece, "labels": piece.copy(), POSITION: position}
                     waiting = tokens[full * self.length :]
-                position = StreamPosition(behind, position.documents + 1, waiting)
+                position = StreamPosition(behind, position.documents + bool(text), waiting)
             if whole_pass and not found:
                 raise ValueError(
                     f"task.data: has {position.documents} documents, fewer than the {self.processes} processes"
