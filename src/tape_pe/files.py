@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 
 def write_text(path: Path, text: str) -> None:
     """Writes or replaces a UTF-8 text file."""
@@ -29,6 +31,18 @@ def write_json(path: Path, values: Any) -> None:
         ValueError: `values` hold a number that is not finite.
     """
     write_text(path, json.dumps(values, allow_nan=False, indent=1))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ValueError: it is not YAML, or not UTF-8 text.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

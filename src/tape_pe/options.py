@@ -77,6 +77,19 @@ class ModelOptions:
     encoding_options: dict[str, Any] | None = None
     init_from: str | None = None
 
+    @classmethod
+    def from_section(cls, values: dict[str, Any]) -> ModelOptions:
+        """The options of a `model` section.
+
+        Raises:
+            ValueError: a key is not an option; the message names it.
+        """
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"model.{unknown[0]} is not an option; the options are {known}")
+        return cls(**values)
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -115,23 +128,21 @@ class RunOptions:
         unknown = sorted(set(sections) - {"output_dir", "model", "task", "training"})
         if unknown:
             raise ValueError(f"{unknown[0]} is not a section; there are output_dir, model, task and training")
-        model = sections.get("model", {})
-        known = [f.name for f in fields(ModelOptions)]
-        unknown = sorted(set(model) - set(known))
-        if unknown:
-            raise ValueError(f"model.{unknown[0]} is not an option; the options are {known}")
+        model = ModelOptions.from_section(sections.get("model", {}))
         task = dict(sections.get("task", {}))
         name = task.pop("name", "addition")
         output_dir = sections.get("output_dir")
         if not output_dir:
             raise ValueError("output_dir is not set; it must name the run folder")
-        return cls(
-            str(output_dir), ModelOptions(**model), name, make_task(name, **task), dict(sections.get("training", {}))
-        )
+        return cls(str(output_dir), model, name, make_task(name, **task), dict(sections.get("training", {})))
+
+    def to_yaml(self) -> str:
+        """The options as a configuration file has them."""
+        return yaml.safe_dump(self.sections(), sort_keys=False)
 
     def save(self, run: Path) -> None:
         """Writes the options to the run folder's `config.yaml`."""
-        write_text(run / CONFIG_FILE, yaml.safe_dump(self.sections(), sort_keys=False))
+        write_text(run / CONFIG_FILE, self.to_yaml())
 
 
 def load_options(run: Path) -> RunOptions:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from tape_pe.files import staging_folder, write_json
 from tape_pe.language.stream import POSITION, KeepPosition, StreamPosition, TokenStream
 from tape_pe.sharded import load_optimizer_state, load_weights, whole_optimizer_state
+from tape_pe.signals import on_first_signal
 
 PROGRESS_FILE = "progress.json"
 
@@ -228,29 +226,22 @@ class StopOnSignal(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        self._previous: dict[int, Any] = {}
+        self.received = False
+        self._caught = on_first_signal(self._receive)
 
     def __enter__(self) -> StopOnSignal:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._caught.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._restore()
+    def __exit__(self, *error: Any) -> None:
+        self._caught.__exit__(*error)
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
+    def _receive(self) -> None:
+        self.received = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Saves and stops if a signal has come, to whichever process: all must stop after the same step."""
-        received = self.received is not None
+        received = self.received
         if args.world_size > 1:
             received = bool(reduce(torch.tensor(float(received), device=args.device), "sum").item())
         if received:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.cli.refusals import refused
 from tests.report.suites import TASKS, write_suite
 
 from tape_pe.cli import main
@@ -25,17 +26,6 @@ def config(tmp_path, monkeypatch) -> str:
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(SMALL)
     return "small.yaml"
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The one line that the command prints when it refuses its input."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("tape: error: ")
-    assert output.err.count("\n") == 1
-    return output.err
 
 
 def test_train_evaluate_generate_report(config, capsys):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cli.refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tape_pe
@@ -35,17 +36,6 @@ def adapter(llama_folder, tmp_path) -> Path:
                     parameter.copy_(0.3 * torch.randn_like(parameter))
     tape_pe.freeze_base(model)
     return tape_pe.save_adapter(model, tmp_path / "adapter")
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The one line that the command prints when it refuses its input."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("tape: error: ")
-    assert output.err.count("\n") == 1
-    return output.err
 
 
 def test_inspect_a_run(run, capsys):

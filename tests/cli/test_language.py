@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.cli.refusals import refused
 
 from tape_pe.cli import main
 from tape_pe.results import read_measurements
@@ -13,17 +14,6 @@ from tape_pe.train import train
 def workplace(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("The grass is green. The sky is blue. " * 20)
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The one line that the command prints when it refuses its input."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("tape: error: ")
-    assert output.err.count("\n") == 1
-    return output.err
 
 
 def test_generate(llama_folder, capsys):

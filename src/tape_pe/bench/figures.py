@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from tape_pe.bench.tables import seconds_text
-from tape_pe.report.figures import FAINT, Curve, line_looks, new_figure, saved
+from tape_pe.report.figures import Curve, line_looks, new_figure, plain_axes, saved
 
 
 def cost_curves(curves: Sequence[Curve], *, file_format: str = "svg") -> bytes:
@@ -39,9 +39,7 @@ def cost_curves(curves: Sequence[Curve], *, file_format: str = "svg") -> bytes:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("tokens")
         axes.set_ylabel("time")
-        axes.grid(color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         figure.legend(
             lines,
             [curve.label for curve in curves],

@@ -54,14 +54,11 @@ def _config_file(arguments: list[str]) -> Path | None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
+    from tape_pe.files import read_yaml
 
     if not path.is_file():
         raise UsageError(f"{path} is not a file; the configuration must be a YAML file or a run folder")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not YAML: {error}") from error
+    values = refusing(read_yaml, path)
     if not isinstance(values, dict):
         raise UsageError(f"{path} does not hold options; it must hold the sections model, task and training")
     return values

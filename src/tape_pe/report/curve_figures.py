@@ -92,6 +92,7 @@ def size_curves(
         lines = [_draw(axes, band, marker="o") for band in bands]
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
+        axes.margins(x=0.01)
         plain_axes(axes)
         axes.margins(x=0.03)
         axes.autoscale_view()

@@ -266,12 +266,12 @@ def step_axis(axes: Any, *, narrow: bool) -> None:
     axes.set_xlabel("optimizer steps")
     axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.margins(x=0.01)
     plain_axes(axes)
 
 
 def plain_axes(axes: Any) -> None:
     """A faint grid and no frame."""
-    axes.margins(x=0.01)
     axes.grid(color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 
-from tape_pe.report.figures import COLOUR_MAP, FAINT, line_looks, new_figure, saved
+from tape_pe.report.figures import COLOUR_MAP, FAINT, line_looks, new_figure, plain_axes, saved
 
 MOST_LABELS = 48  # more tokens have no room for their text
 
@@ -32,9 +32,7 @@ def depth_curves(values: np.ndarray, titles: Sequence[str], label: str, *, file_
         axes.set_xlabel("layer")
         axes.set_ylabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.grid(color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         if legend_lines:
             figure.legend(lines, titles, loc="outside lower center", ncols=4, frameon=False, fontsize=9, handlelength=2)
         return saved(figure, file_format)

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.ticker import MaxNLocator
 
-from tape_pe.report.figures import COLOUR_MAP, FAINT, line_looks, new_figure, saved
+from tape_pe.report.figures import COLOUR_MAP, line_looks, new_figure, plain_axes, saved
 
 
 def pattern_maps(
@@ -80,9 +80,7 @@ def distance_curves(
         axes.set_ylabel("pattern")
         axes.xaxis.set_major_locator(MaxNLocator(5 if narrow else 8, integer=True))
         axes.margins(x=0.01)
-        axes.grid(color=FAINT, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         if legend_lines:
             figure.legend(lines, titles, loc="outside lower center", ncols=4, frameon=False, fontsize=9, handlelength=2)
         return saved(figure, file_format)

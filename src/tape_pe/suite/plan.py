@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from tape_pe.files import read_yaml
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.options import ModelOptions, RunOptions
 from tape_pe.results import RESULTS_FILE, Result, read_lines
@@ -109,6 +109,10 @@ class Suite:
         """`launcher` as words of a command line."""
         return shlex.split(self.launcher or "")
 
+    def to_yaml(self) -> str:
+        """The suite as YAML that `load_suite` reads."""
+        return yaml.safe_dump(asdict(self), sort_keys=False)
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -145,10 +149,7 @@ def load_suite(path: Path, **changes: Any) -> Suite:
         path = path / SUITE_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; a suite is a YAML file, or the folder of one that was begun")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no suite: keys such as encodings and tasks are needed")
     values = {"name": path.stem, **values, **{key: value for key, value in changes.items() if value is not None}}
@@ -207,11 +208,7 @@ def finished_results(suite: Suite, runs: Sequence[PlannedRun]) -> dict[str, Resu
     lines = suite_lines(suite)
     found = {}
     for run in runs:
-        result = lines.get(run.name)
-        if result is None and (run.folder / RESULTS_FILE).is_file():
-            own = read_lines(run.folder / RESULTS_FILE, Result, torn_end=True)
-            whole = [line for line in own if line.steps >= run.options.training["max_steps"]]
-            result = replace(whole[-1], name=run.name) if whole else None
+        result = lines.get(run.name) or run_result(run)
         if result is not None:
             sections = {key: result.config[key] for key in ("model", "task", "training")}
             try:
@@ -222,26 +219,18 @@ def finished_results(suite: Suite, runs: Sequence[PlannedRun]) -> dict[str, Resu
     return found
 
 
+def run_result(run: PlannedRun) -> Result | None:
+    """The latest result in the run's folder, under the run's name in the suite, if its training has finished."""
+    path = run.folder / RESULTS_FILE
+    lines = read_lines(path, Result, torn_end=True) if path.is_file() else []
+    finished = [line for line in lines if line.steps >= run.options.training["max_steps"]]
+    return replace(finished[-1], name=run.name) if finished else None
+
+
 def suite_lines(suite: Suite) -> dict[str, Result]:
     """The suite's result lines by name; none before its first run has finished."""
     path = suite.folder / RESULTS_FILE
     return {line.name: line for line in read_lines(path, Result, torn_end=True)} if path.is_file() else {}
-
-
-def write_suite(suite: Suite) -> str:
-    """The suite as YAML that `load_suite` reads."""
-    values = asdict(suite)
-    values["seeds"] = list(suite.seeds)
-    for entry in values["tasks"].values():
-        entry["encodings"] = list(entry["encodings"]) if entry["encodings"] else None
-    return yaml.safe_dump(values, sort_keys=False)
-
-
-def run_config(run: PlannedRun) -> str:
-    """The configuration file of a run, as YAML that `tape train` reads."""
-    sections = run.options.sections()
-    sections["model"] = {key: value for key, value in sections["model"].items() if value is not None}
-    return yaml.safe_dump(json.loads(json.dumps(sections)), sort_keys=False)
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], prefix: str) -> None:
@@ -277,12 +266,7 @@ def _task(label: str, entry: SuiteTask) -> tuple[str, Any]:
 def _model(suite: Suite, entry: SuiteTask, label: str) -> ModelOptions:
     own = dict(suite.encodings[label])
     own.setdefault("encoding", label)
-    values = {**suite.model, **entry.model, **own}
-    known = [f.name for f in fields(ModelOptions)]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(f"model.{unknown[0]} is not an option; the options are {known}")
-    return ModelOptions(**values)
+    return ModelOptions.from_section({**suite.model, **entry.model, **own})
 
 
 def _matched(suite: Suite, entry: SuiteTask, task: Any, label: str) -> tuple[ModelOptions, int]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from tape_pe.files import write_text
 from tape_pe.results import RESULTS_FILE, Result, append_line, append_values
-from tape_pe.suite.plan import SUITE_FILE, PlannedRun, Suite, finished_results, run_config, suite_lines, write_suite
+from tape_pe.signals import on_first_signal
+from tape_pe.suite.plan import SUITE_FILE, PlannedRun, Suite, finished_results, run_result, suite_lines
 
 FAILURES_FILE = "failures.jsonl"
 
@@ -65,7 +62,7 @@ def run_suite(
     """
     results = finished_results(suite, runs)
     suite.folder.mkdir(parents=True, exist_ok=True)
-    write_text(suite.folder / SUITE_FILE, write_suite(suite))
+    write_text(suite.folder / SUITE_FILE, suite.to_yaml())
     lines = suite.folder / RESULTS_FILE
     written = suite_lines(suite)
     for name in (run.name for run in runs if run.name in results and run.name not in written):
@@ -73,7 +70,7 @@ def run_suite(
     (suite.folder / FAILURES_FILE).unlink(missing_ok=True)
     failures = []
     processes = _Processes(suite)
-    with _signals_stop(processes), ThreadPoolExecutor(suite.processes) as pool:
+    with on_first_signal(processes.request_stop), ThreadPoolExecutor(suite.processes) as pool:
         waiting = [pool.submit(processes.run, run) for run in runs if run.name not in results]
         for future in as_completed(waiting):
             outcome = future.result()
@@ -100,6 +97,10 @@ class _Processes:
         self._running: set[subprocess.Popen] = set()
         self._lock = threading.Lock()
 
+    def request_stop(self) -> None:
+        """Stops, from a signal handler: its thread may hold the lock."""
+        threading.Thread(target=self.stop).start()
+
     def stop(self) -> None:
         with self._lock:
             self.stopped = True
@@ -110,7 +111,7 @@ class _Processes:
         """Trains and scores a run; `None` where it was stopped."""
         config, log = (run.folder.with_name(run.folder.name + ending) for ending in (".yaml", ".log"))
         config.parent.mkdir(parents=True, exist_ok=True)
-        write_text(config, run_config(run))
+        write_text(config, run.options.to_yaml())
         start = self.suite.launcher_words or [sys.executable]
         command = [*start, "-m", "tape_pe.cli", "train", str(config), "--resume", "--evaluate"]
         threads = str(self.suite.threads)
@@ -127,30 +128,9 @@ class _Processes:
             code = process.wait()
         with self._lock:
             self._running.discard(process)
-        if code == 0 and (result := finished_results(self.suite, [run]).get(run.name)):
+        if code == 0 and (result := run_result(run)):
             return result
         return None if self.stopped else Failure(run.name, code, _last_line(log))
-
-
-@contextmanager
-def _signals_stop(processes: _Processes) -> Iterator[None]:
-    """Makes SIGINT and SIGTERM stop the processes; a second one acts as usual."""
-    previous: dict[int, Any] = {}
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        restore()
-        threading.Thread(target=processes.stop).start()  # not here: this thread may hold the lock
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _last_line(log: Path) -> str:

@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.tasks.base import IGNORED_LABEL, Task
+from tape_pe.tasks.base import IGNORED_LABEL, BatchedDataset, Task
 from tape_pe.tasks.counter import random_bits
 from tape_pe.tasks.tokenizers import character_tokenizer
 
@@ -71,9 +70,7 @@ class Addition(Task):
 
     def training_summary(self, seed: int, size: int) -> dict[str, Any]:
         """`samples` and `redrawn`: how many of them first hit an evaluation pair and were drawn again."""
-        dataset = self.training_dataset(seed, size)
-        chunks = (np.arange(start, min(start + 65536, size)) for start in range(0, size, 65536))
-        return {"samples": size, "redrawn": sum(dataset.count_redrawn(chunk) for chunk in chunks)}
+        return self.training_dataset(seed, size).summary(chunk=65536)
 
     def evaluation_pairs(self, n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
         """The distinct evaluation pairs of a cell; with more `pairs_per_cell` the first ones stay the same.
@@ -176,7 +173,7 @@ class Addition(Task):
         return str(tokenizer.decode(new_tokens, skip_special_tokens=True))[::-1]
 
 
-class AdditionDataset(Dataset):
+class AdditionDataset(BatchedDataset):
     """Training samples of the addition task, made when asked for, a batch at a time; see `Task.training_dataset`."""
 
     def __init__(self, task: Addition, seed: int, size: int) -> None:
@@ -184,14 +181,6 @@ class AdditionDataset(Dataset):
         tokenizer = task.tokenizer()
         self._ids = np.array(tokenizer.convert_tokens_to_ids(list(CHARACTERS)))
         self._eos = np.array([tokenizer.eos_token_id])
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} of a dataset of {self.size}")
-        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Many samples at once; the data loader prefers this method."""

@@ -105,6 +105,52 @@ class Task(abc.ABC):
         """
 
 
+class SampledDataset(Dataset, abc.ABC):
+    """Training samples made when asked for; see `Task.training_dataset`.
+
+    Attributes:
+        seed: seed of the samples.
+        size: how many there are.
+    """
+
+    seed: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < self.size:
+            raise IndexError(f"sample {index} of a dataset of {self.size}")
+        return self.sample(index)
+
+    @abc.abstractmethod
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index`, which is in range."""
+
+
+class BatchedDataset(SampledDataset):
+    """Samples made a batch at a time, and drawn again where they hit an evaluation sample."""
+
+    @abc.abstractmethod
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Many samples at once; the data loader prefers this method."""
+
+    @abc.abstractmethod
+    def count_redrawn(self, index: np.ndarray) -> int:
+        """How many of these samples first hit an evaluation sample and were drawn again."""
+
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """See `SampledDataset.sample`."""
+        return self.__getitems__([index])[0]
+
+    def summary(self, chunk: int) -> dict[str, Any]:
+        """`samples` and `redrawn`, counted in chunks of so many samples."""
+        starts = range(0, self.size, chunk)
+        redrawn = sum(self.count_redrawn(np.arange(start, min(start + chunk, self.size))) for start in starts)
+        return {"samples": self.size, "redrawn": redrawn}
+
+
 class RightPaddingCollator:
     """Stacks samples of unequal length, padding on the right.
 

@@ -16,14 +16,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from tape_pe.language.generate import GREEDY, padding_id
 from tape_pe.language.perplexity import perplexity
 from tape_pe.language.stream import TokenStream
 from tape_pe.language.text import STDLIB, has_splits, read_texts, token_blocks
-from tape_pe.tasks.base import Task
+from tape_pe.tasks.base import SampledDataset, Task
 from tape_pe.tasks.counter import random_bits
 from tape_pe.tasks.tokenizers import bpe_tokenizer, byte_tokenizer
 
@@ -164,18 +163,14 @@ class LanguageModelling(Task):
         return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-class TextDataset(Dataset):
+class TextDataset(SampledDataset):
     """Pieces of a long text, cut at random places."""
 
     def __init__(self, tokens: np.ndarray, length: int, seed: int, size: int) -> None:
         self.tokens, self.length, self.seed, self.size = tokens, length, seed, size
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} of a dataset of {self.size}")
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """See `SampledDataset.sample`."""
         bits = random_bits(_TRAINING, self.seed, index, slots=1)[0, 0]
         start = int(bits % np.uint64(len(self.tokens) - self.length + 1))
         piece = self.tokens[start : start + self.length].astype(np.int64)

@@ -13,11 +13,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.tasks.base import IGNORED_LABEL, Task
+from tape_pe.tasks.base import IGNORED_LABEL, SampledDataset, Task
 from tape_pe.tasks.counter import random_bits
 from tape_pe.tasks.passkey import LARGEST_KEY, PasskeyPrompts, PasskeyTexts, answer_prompts
 from tape_pe.tasks.tokenizers import character_tokenizer
@@ -138,19 +137,15 @@ class Passkey(Task):
         return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-class PasskeyDataset(Dataset):
+class PasskeyDataset(SampledDataset):
     """Training prompts with their answers, made when asked for; see `Task.training_dataset`."""
 
     def __init__(self, task: Passkey, seed: int, size: int) -> None:
         self.task, self.seed, self.size = task, seed, size
         self._eos = task.tokenizer().eos_token_id
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} of a dataset of {self.size}")
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """See `SampledDataset.sample`."""
         numbers = random_bits(_TRAINING, self.seed, index, slots=64)[0].tolist()
         lengths, depth, keys = numbers[0], numbers[1], [1 + number % LARGEST_KEY for number in numbers[2:]]
         key = next(key for key in keys if key not in self.task.held_out and not self.task.texts.mention(key))

@@ -12,12 +12,11 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from tape_pe.language.generate import continue_greedily
-from tape_pe.tasks.base import IGNORED_LABEL, Task
+from tape_pe.tasks.base import IGNORED_LABEL, SampledDataset, Task
 from tape_pe.tasks.counter import random_bits
 from tape_pe.tasks.scrolls_data import HUB_NAME, SPLITS, Example, has_split, read_examples, split_input
 from tape_pe.tasks.scrolls_metrics import DATASETS, check_metric, score_predictions
@@ -276,7 +275,7 @@ class Scrolls(Task):
         return _text(tokenizer, continue_greedily(model, tokenizer, [ids], self.output_tokens)[0])
 
 
-class ScrollsDataset(Dataset):
+class ScrollsDataset(SampledDataset):
     """Training samples, made when asked for; see `Task.training_dataset`."""
 
     def __init__(self, task: Scrolls, seed: int, size: int) -> None:
@@ -285,12 +284,8 @@ class ScrollsDataset(Dataset):
         self.rows = [(example, output) for example in task.training_split[0] for output in example.outputs]
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=np.int64))
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} of a dataset of {self.size}")
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """See `SampledDataset.sample`."""
         example, output = self.rows[self._row(index)]
         answer, _ = self.prompts.answer(output)
         prompt, _ = self.prompts.prompt(example, self.length - len(answer))

@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.tasks.base import IGNORED_LABEL, Task
+from tape_pe.tasks.base import IGNORED_LABEL, BatchedDataset, Task
 from tape_pe.tasks.counter import random_bits
 from tape_pe.tasks.tokenizers import EOS, PAD, word_tokenizer
 
@@ -141,9 +140,7 @@ class SequenceTask(Task):
 
     def training_summary(self, seed: int, size: int) -> dict[str, Any]:
         """`samples` and `redrawn`: how many of them first hit an evaluation sample and were drawn again."""
-        dataset = self.training_dataset(seed, size)
-        chunks = (np.arange(start, min(start + 4096, size)) for start in range(0, size, 4096))
-        return {"samples": size, "redrawn": sum(dataset.count_redrawn(chunk) for chunk in chunks)}
+        return self.training_dataset(seed, size).summary(chunk=4096)
 
     def evaluation_rows(self, size: Size) -> tuple[np.ndarray, np.ndarray]:
         """The different evaluation samples of a size, as `draw` returns them, `[R, T]`."""
@@ -237,20 +234,12 @@ class SequenceTask(Task):
         return str(tokenizer.decode(said, skip_special_tokens=True))
 
 
-class SequenceDataset(Dataset):
+class SequenceDataset(BatchedDataset):
     """Training samples of a `SequenceTask`, made when asked for, a batch at a time; see `Task.training_dataset`."""
 
     def __init__(self, task: SequenceTask, seed: int, size: int) -> None:
         self.task, self.seed, self.size = task, seed, size
         self._sizes = task.training_sizes()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} of a dataset of {self.size}")
-        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Many samples at once; the data loader prefers this method."""

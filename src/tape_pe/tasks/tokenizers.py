@@ -60,13 +60,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
         show_progress=False,
     )
     backend.train_from_iterator(_beginning(texts, _BPE_CHARACTERS), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    return _wrapped(backend)
 
 
 def leading_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -91,11 +85,15 @@ def _tokenizer(tokens: Sequence[str], pre_tokenizer: Any, decoder: Any) -> PreTr
     backend.pre_tokenizer = pre_tokenizer
     if decoder is not None:
         backend.decoder = decoder
+    return _wrapped(backend, model_input_names=["input_ids", "attention_mask"])
+
+
+def _wrapped(backend: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         eos_token=EOS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
+        **options,
     )
