@@ -38,8 +38,9 @@ $(REAL): $(READY)
 smollm2: $(REAL)  ## fetch a pretrained model, SmolLM2-135M-Instruct, once (93 MB); prints its folder
 	@$(BIN)/python scripts/fetch_smollm2.py
 
-test-real: smollm2  ## test with that model, and with lm-evaluation-harness
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real tests/language/test_harness.py
+test-real: smollm2  ## test with that model, with lm-evaluation-harness and with datasets
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "real or not real" -n 2 --dist worksteal tests/real \
+		tests/language/test_harness.py tests/language/test_stream.py
 
 bench: $(READY)  ## measure what encodings cost, check the targets, rewrite the tables of docs/performance.md
 	rm -f runs/bench.jsonl
