@@ -94,3 +94,12 @@ def test_documents_in_any_order_and_apart(make_problem, assert_close, monkeypatc
         segment_ids = torch.randint(-1, 3, (2, 30 // runs), generator=generator).repeat_interleave(runs, dim=1)
         case = replace(problem, segment_ids=segment_ids, causal=causal)
         assert_close(case.solve("blockwise"), case.solve("reference"), 1e-12)
+
+
+@pytest.mark.parametrize("tokens", [9, 33])
+def test_short_rows_of_a_batch_are_taken_together(tokens) -> None:
+    token_major = torch.zeros(64, tokens, 4, 8).transpose(1, 2)  # what a projection makes: no one view of rows and heads
+    segment_ids = torch.zeros(64, tokens, dtype=torch.long)
+    segment_ids[::2, :3] = -1
+    problem = blocks.Problem(token_major, token_major, token_major, None, segment_ids, None, True, 1.0)
+    assert len(list(problem.rectangles())) <= 4

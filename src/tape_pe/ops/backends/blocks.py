@@ -18,8 +18,8 @@ ROWS, LONG_ROWS = 64, 128
 GROUPED_ROWS = 192
 LONG = 1024
 MAX_ELEMENTS = 1 << 20
-# Below so many queries, a copy of keys and values costs more than it can save.
-FEW_QUERIES = 16
+# With so few queries and more keys than this, a copy of keys and values costs more than it can save.
+FEW_QUERIES, FEW_KEYS = 16, 64
 
 
 class Block(NamedTuple):
@@ -89,7 +89,8 @@ class Problem:
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
         """Batch rows and key/value heads to take together: as many as fit, of about equal number."""
         batch, heads = 1, min(self.fit, self.kv_heads)
-        one_view = self.num_queries >= FEW_QUERIES or is_one_view(*self.keys)
+        copies_pay = self.num_queries >= FEW_QUERIES or self.num_keys <= FEW_KEYS
+        one_view = copies_pay or is_one_view(*self.keys)
         # Chunks of one row skip what this row does not see; rows of another one see other keys.
         if one_view and (self.segment_ids is None or self.rows == self.num_queries):
             batch = min(max(1, self.fit // self.kv_heads), self.batch)
