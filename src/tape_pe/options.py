@@ -164,8 +164,12 @@ def load_options(run: Path) -> RunOptions:
         raise ValueError(f"{path} is not a run's configuration: {error}") from error
 
 
-def training_arguments(options: RunOptions) -> TrainingArguments:
+def training_arguments(options: RunOptions, *, elsewhere: bool = False) -> TrainingArguments:
     """Builds the `TrainingArguments` of a run, checking them first.
+
+    Args:
+        options: the run's options.
+        elsewhere: whether the run is for another machine, so that this one need not have what it asks for.
 
     Raises:
         ValueError: a field that is unknown, belongs to the run itself, or is out of range; the message names it.
@@ -180,6 +184,8 @@ def training_arguments(options: RunOptions) -> TrainingArguments:
     _check_reports(training.get("report_to"))
     if not torch.cuda.is_available():
         training = {**training, "dataloader_pin_memory": False}
+    if elsewhere and not torch.accelerator.is_available():
+        training = {**training, "use_cpu": True}
     try:
         return TrainingArguments(**training, **FIXED_TRAINING_FIELDS, output_dir=options.output_dir)
     except (ValueError, ImportError, RuntimeError) as error:

@@ -176,9 +176,17 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
 
 
 def check_run(
-    options: RunOptions, *, resume: bool | str | os.PathLike[str] = False, overwrite: bool = False
+    options: RunOptions,
+    *,
+    resume: bool | str | os.PathLike[str] = False,
+    overwrite: bool = False,
+    elsewhere: bool = False,
 ) -> Path | None:
     """Everything that `train` refuses, found out before any work; writes nothing.
+
+    Args:
+        options, resume, overwrite: see `train`.
+        elsewhere: whether a launcher will start the run, so that its devices and processes are not this process's.
 
     Returns:
         The checkpoint that training would go on from, if any.
@@ -186,9 +194,10 @@ def check_run(
     Raises:
         ValueError, FileExistsError, FileNotFoundError: see `train`.
     """
-    arguments = training_arguments(options)
+    arguments = training_arguments(options, elsewhere=elsewhere)
     select_backend(arguments.device)
-    _check_processes(arguments)
+    if not elsewhere:
+        _check_processes(arguments)
     options.task.check()
     run, tokenizer = Path(options.output_dir), options.task.tokenizer()
     build_config(options.model, tokenizer)
@@ -215,7 +224,7 @@ def check_run(
         found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
     if found is None:
         return None
-    _check_checkpoint(Path(found), options, samples_per_step(arguments))
+    _check_checkpoint(Path(found), options, None if elsewhere else samples_per_step(arguments))
     return Path(found)
 
 
@@ -231,9 +240,9 @@ def _check_processes(arguments: TrainingArguments) -> None:
         raise ValueError("ACCELERATE_USE_FSDP='true': accelerate shards on accelerators only; use ddp.yaml on CPUs")
 
 
-def _check_checkpoint(checkpoint: Path, options: RunOptions, samples: int) -> None:
+def _check_checkpoint(checkpoint: Path, options: RunOptions, samples: int | None) -> None:
     """Raises ValueError for a checkpoint that is damaged, beyond the end of the training that resumes from it, or of
-    training with another number of samples per step."""
+    training with another number of samples per step, where that is known."""
     try:
         progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
         steps, before = progress["steps"], progress.get("samples_per_step", samples)
@@ -244,7 +253,7 @@ def _check_checkpoint(checkpoint: Path, options: RunOptions, samples: int) -> No
         raise ValueError(
             f"training.max_steps is {options.training['max_steps']}; {checkpoint} has {steps} steps already"
         )
-    if samples != before:
+    if samples is not None and samples != before:
         raise ValueError(
             f"samples per step={samples}: {checkpoint} was written with {before}; "
             f"{' x '.join(sorted(BATCH_FIELDS))} x processes must be as many"

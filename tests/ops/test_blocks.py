@@ -98,7 +98,7 @@ def test_documents_in_any_order_and_apart(make_problem, assert_close, monkeypatc
 
 @pytest.mark.parametrize("tokens", [9, 33])
 def test_short_rows_of_a_batch_are_taken_together(tokens) -> None:
-    token_major = torch.zeros(64, tokens, 4, 8).transpose(1, 2)  # what a projection makes: no one view of rows and heads
+    token_major = torch.zeros(64, tokens, 4, 8).transpose(1, 2)  # as projections make them: no one view
     segment_ids = torch.zeros(64, tokens, dtype=torch.long)
     segment_ids[::2, :3] = -1
     problem = blocks.Problem(token_major, token_major, token_major, None, segment_ids, None, True, 1.0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import pytest
 import yaml
 
 from tape_pe.cli import main
+from tape_pe.language.text import Texts
 from tape_pe.models import TapeLMForCausalLM
 from tape_pe.options import load_options
 from tape_pe.results import read_results
 from tape_pe.suite import Failure, finished_results, load_suite, plan, run_suite
+from tape_pe.suite.estimate import estimate_seconds
 from tape_pe.train import build_config, check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "suites"
@@ -153,10 +156,10 @@ def test_an_interrupted_suite_saves_and_goes_on(write) -> None:
 def test_a_changed_suite_does_not_mix_with_the_old_lines(write, capsys) -> None:
     only = {"tasks": {"copy": SMALL["tasks"]["copy"]}, "encodings": {"rope": {}}, "seeds": [1]}
     assert main(["suite", str(write(**only))]) == 0
-    changed = {**SMALL["training"], "learning_rate": 0.5}
     capsys.readouterr()
-    assert main(["suite", str(write(**only, training=changed))]) == 2
-    assert "training.learning_rate is 0.5" in capsys.readouterr().err
+    for change, value in (("learning_rate", 0.5), ("max_steps", 1), ("max_steps", 3)):
+        assert main(["suite", str(write(**only, training={**SMALL["training"], change: value}))]) == 2
+        assert f"training.{change} is {value}" in capsys.readouterr().err
     assert len(read_results(Path("runs/small"))) == 1
 
 
@@ -195,7 +198,29 @@ def test_bad_suites_are_refused_before_work(write, capsys, changes: dict, messag
     assert not Path("runs").exists()
 
 
+def test_a_launcher_starts_the_processes_of_each_run_and_interrupted_ones_go_on(write, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launcher = f"{sys.executable} -m torch.distributed.run --nproc_per_node 2"
+    training = {**SMALL["training"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    suite = {"encodings": {"tape": {}}, "seeds": [3], "tasks": {"copy": SMALL["tasks"]["copy"]}, "training": training}
+    assert main(["suite", str(write(launcher=launcher, **suite))]) == 0
+    folder, run = Path("runs/small"), Path("runs/small/copy/tape/seed-3")
+    (whole,) = read_results(folder)
+    shutil.rmtree(run / "checkpoint-4")
+    for path in (folder / "results.jsonl", run / "results.jsonl", run / "training.json"):
+        path.unlink()
+    assert main(["suite", str(write(launcher=launcher, **suite))]) == 0
+    assert json.loads((run / "checkpoint-4/progress.json").read_text())["samples_per_step"] == 8
+    (resumed,) = read_results(folder)
+    assert (resumed.loss_curve, resumed.metrics) == (whole.loss_curve, whole.metrics)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_committed_suites_can_be_planned(path: Path, tmp_path) -> None:
+def test_committed_suites_can_be_planned(path: Path, tmp_path, monkeypatch) -> None:
+    texts = Texts(lambda place: ((f"text {number} " * 100, number) for number in range(100)))
+    monkeypatch.setattr("tape_pe.language.text._hub_texts", lambda *_: texts)
     suite = load_suite(path, output_dir=str(tmp_path))
-    assert len(plan(suite)) >= len(suite.seeds) * len(suite.tasks)
+    runs = plan(suite)
+    assert len(runs) >= len(suite.seeds) * len(suite.tasks)
+    if suite.flops_per_second:
+        assert all(seconds > 1 for seconds in estimate_seconds(suite, runs, {}).values())

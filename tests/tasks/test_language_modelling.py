@@ -120,6 +120,14 @@ def test_what_cannot_work_is_refused_by_name(options, message):
         make_task("language_modelling", **options)
 
 
+def test_texts_that_are_not_there_are_refused_before_training(files):
+    with pytest.raises(ValueError, match="split='validation': python-stdlib has train and test"):
+        LanguageModelling(eval_split="validation").check()
+    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
+        LanguageModelling(**{**files, "eval_data": "none.txt"}).check()
+    LanguageModelling(**files, eval_split="any").check()  # files have no splits
+
+
 def test_too_short_texts_are_refused(files, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     short = str(tmp_path / "short.txt")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import median
+from itertools import islice
+from statistics import mean, median
 
 import torch
+from torch.utils.data import DataLoader
 
 from tape_pe.options import RunOptions, training_arguments
 from tape_pe.results import Result
@@ -14,7 +16,7 @@ from tape_pe.suite.plan import PlannedRun, Suite
 from tape_pe.tasks.base import RightPaddingCollator
 from tape_pe.train import build_model
 
-_STEPS = 3
+_STEPS, _SAMPLES = 3, 64
 
 
 def estimate_seconds(suite: Suite, runs: Sequence[PlannedRun], finished: dict[str, Result]) -> dict[str, float]:
@@ -39,11 +41,11 @@ def estimate_seconds(suite: Suite, runs: Sequence[PlannedRun], finished: dict[st
 
 
 def _seconds(suite: Suite, run: PlannedRun) -> float:
-    arguments = training_arguments(run.options)
-    rows = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    arguments = training_arguments(run.options, elsewhere=suite.launcher is not None)
+    rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     if suite.flops_per_second:
-        dataset = run.options.task.training_dataset(0, 64)
-        length = sum(len(dataset[index]["input_ids"]) for index in range(64)) / 64
+        dataset = run.options.task.training_dataset(0, _SAMPLES)
+        length = mean(len(sample["input_ids"]) for sample in islice(DataLoader(dataset, batch_size=None), _SAMPLES))
         flops = 6 * run.parameters * length * rows * arguments.max_steps
         return flops / suite.flops_per_second
     return arguments.max_steps * _step_seconds(run.options, rows, suite.threads)
@@ -56,11 +58,10 @@ def _step_seconds(options: RunOptions, rows: int, threads: int) -> float:
         tokenizer = options.task.tokenizer()
         model = build_model(options.model, tokenizer, 0)
         dataset = options.task.training_dataset(0, rows * (_STEPS + 1))
-        collate = RightPaddingCollator(int(tokenizer.pad_token_id))
+        batches = DataLoader(dataset, rows, collate_fn=RightPaddingCollator(int(tokenizer.pad_token_id)))
         optimizer = torch.optim.AdamW(model.parameters())
         seconds = []
-        for step in range(_STEPS + 1):
-            batch = collate([dataset[index] for index in range(step * rows, (step + 1) * rows)])
+        for batch in islice(batches, _STEPS + 1):
             started = time.perf_counter()
             model(**batch).loss.backward()
             optimizer.step()

@@ -16,7 +16,7 @@ from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.options import ModelOptions, RunOptions
 from tape_pe.results import RESULTS_FILE, Result, read_lines
 from tape_pe.tasks import make_task
-from tape_pe.train import build_config, check_run, check_same_run
+from tape_pe.train import FREE_ON_RESUME, build_config, check_run, check_same_run
 
 SUITE_FILE = "suite.yaml"
 
@@ -57,8 +57,8 @@ class Suite:
         processes: runs at a time.
         threads: CPU threads of each run.
         launcher: what starts a run in place of Python, such as `accelerate launch --config_file FILE`.
-        flops_per_second: what the machine that the suite is meant for does, for an estimate of its time where that
-            cannot be measured here.
+        flops_per_second: what each device of the machine that the suite is meant for does, for an estimate of its time
+            where that cannot be measured here.
     """
 
     name: str
@@ -192,7 +192,7 @@ def plan(suite: Suite) -> list[PlannedRun]:
                     training = {"report_to": "none", "disable_tqdm": True, **training}
                     options = RunOptions(str(suite.folder / name), model, *tasks[label], training)
                     if seed == suite.seeds[0] or Path(options.output_dir).exists():
-                        check_run(options, resume=True)
+                        check_run(options, resume=True, elsewhere=suite.launcher is not None)
                 except (ValueError, OSError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 runs.append(PlannedRun(name, options, parameters))
@@ -212,7 +212,8 @@ def finished_results(suite: Suite, runs: Sequence[PlannedRun]) -> dict[str, Resu
         if result is not None:
             sections = {key: result.config[key] for key in ("model", "task", "training")}
             try:
-                check_same_run(RunOptions.from_sections({**sections, "output_dir": str(run.folder)}), run.options)
+                before = RunOptions.from_sections({**sections, "output_dir": str(run.folder)})
+                check_same_run(before, run.options, free=FREE_ON_RESUME - {"max_steps"})
             except ValueError as error:
                 raise ValueError(f"{run.name}: {error}; choose another output_dir for a changed suite") from error
             found[run.name] = result

@@ -151,6 +151,14 @@ class BatchedDataset(SampledDataset):
         return {"samples": self.size, "redrawn": redrawn}
 
 
+def are_among(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which of `values` `[B]` are among `known`, which is sorted and may be far longer; bool `[B]`."""
+    places = np.searchsorted(known, values)
+    found = places < len(known)
+    found[found] = known[places[found]] == values[found]
+    return found
+
+
 class RightPaddingCollator:
     """Stacks samples of unequal length, padding on the right.
 

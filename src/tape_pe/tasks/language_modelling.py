@@ -37,19 +37,21 @@ class LanguageModelling(Task):
 
     Args:
         data: texts to train on, see `tape_pe.language.text.read_texts`.
-        eval_data: texts to score; default: the test split of `data`, where it has one.
+        eval_data: texts to score; default: `data`, where it has splits.
         tokens: `"byte"` for one token per byte, `"bpe"` for byte-pair encoding.
         vocab_size: of byte-pair encoding, at least 512.
         length: tokens of a training sample.
         train_tokens: of so many tokens samples are cut, at random places.
         streaming: read and tokenize `data` while training instead, all of it in its order: for texts too many to hold.
             Samples then are blocks that follow each other, see `tape_pe.language.stream`; `train_tokens` has no effect.
+        eval_split: the split of `eval_data` to score, where it has splits.
         eval_tokens: scored tokens, from the beginning of `eval_data`.
         eval_factors: lengths to score, in units of `length`. Windows move on by half of what the model reads.
     """
 
     data: str = STDLIB
     eval_data: str | None = None
+    eval_split: str = "test"
     tokens: TokenizerKind = "byte"
     vocab_size: int = 2048
     length: int = 256
@@ -58,7 +60,7 @@ class LanguageModelling(Task):
     eval_tokens: int = 32_768
     eval_factors: Sequence[float] = (0.125, 0.25, 0.5, 1, 2, 4)
 
-    evaluation_options: ClassVar[tuple[str, ...]] = ("eval_data", "eval_tokens", "eval_factors")
+    evaluation_options: ClassVar[tuple[str, ...]] = ("eval_data", "eval_split", "eval_tokens", "eval_factors")
 
     def __post_init__(self) -> None:
         for name, least in (("vocab_size", 512), ("length", 8), ("train_tokens", self.length), ("eval_tokens", 2)):
@@ -74,12 +76,17 @@ class LanguageModelling(Task):
                 f"task.eval_tokens={self.eval_tokens}: at least the longest length, {max(self.eval_lengths)}, is needed"
             )
         if self.eval_data is None and not has_splits(self.data):
-            raise ValueError(f"task.eval_data=None: {self.data!r} has no test split, so texts to score are needed")
+            raise ValueError(f"task.eval_data=None: {self.data!r} has no splits, so texts to score are needed")
 
     @property
     def eval_lengths(self) -> list[int]:
         """Lengths to score, in tokens."""
         return sorted({round(factor * self.length) for factor in self.eval_factors})
+
+    def check(self) -> None:
+        """See `Task.check`: the texts to train on and to score are there."""
+        read_texts(self.data)
+        read_texts(self.eval_data or self.data, split=self.eval_split)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, whose first tokens are `<pad>` and `<eos>`; byte-pair encoding is trained, once per task."""
@@ -124,8 +131,7 @@ class LanguageModelling(Task):
             where it is not among them); `trained_length`, `tokens` and `bytes` scored.
         """
         trained = trained if isinstance(trained, LanguageModelling) else self
-        split = "test" if self.eval_data is None or has_splits(self.eval_data) else "train"
-        tokens = _first_tokens(self.eval_data or self.data, split, tokenizer, self.eval_tokens)
+        tokens = _first_tokens(self.eval_data or self.data, self.eval_split, tokenizer, self.eval_tokens)
         if len(tokens) < max(self.eval_lengths):
             longest = max(self.eval_lengths)
             raise ValueError(f"task.eval_data={self.eval_data!r}: has {len(tokens)} tokens, fewer than {longest}")

@@ -19,7 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from tape_pe.tasks.base import IGNORED_LABEL, BatchedDataset, Task
+from tape_pe.tasks.base import IGNORED_LABEL, BatchedDataset, Task, are_among
 from tape_pe.tasks.counter import random_bits
 from tape_pe.tasks.tokenizers import EOS, PAD, word_tokenizer
 
@@ -173,7 +173,7 @@ class SequenceTask(Task):
         """Which samples of a training size must not be trained on, `[B]`."""
         if self.number_of_samples(size) > _SURELY_APART:
             return np.zeros(len(tokens), dtype=bool)
-        return np.isin(_fingerprints(tokens), self.held_out)
+        return are_among(_fingerprints(tokens), self.held_out)
 
     @torch.inference_mode()
     def score(
