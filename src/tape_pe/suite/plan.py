@@ -30,12 +30,14 @@ class SuiteTask:
         model: options of the model for this task, over those of the suite.
         training: options of training for this task, over those of the suite.
         encodings: labels of the encodings that this task runs with; default: all.
+        overrides: by label of an encoding, options of its model for this task, over all others.
     """
 
     task: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     encodings: Sequence[str] | None = None
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,10 @@ class Suite:
                 if not isinstance(label, str) or not label or set(label) & set("/\\ \t\n") or label.startswith("."):
                     raise ValueError(f"{name}={label!r}: a label is a folder's name, without spaces or slashes")
         for label, task in self.tasks.items():
-            for encoding in task.encodings or ():
-                if encoding not in self.encodings:
-                    raise ValueError(f"tasks.{label}.encodings={encoding!r}: one of {list(self.encodings)} is needed")
+            for name, named in (("encodings", task.encodings or ()), ("overrides", task.overrides)):
+                for encoding in named:
+                    if encoding not in self.encodings:
+                        raise ValueError(f"tasks.{label}.{name}={encoding!r}: one of {list(self.encodings)} is needed")
         if self.match_parameters is not None and self.match_parameters not in self.encodings:
             raise ValueError(
                 f"match_parameters={self.match_parameters!r}: one of {list(self.encodings)} is needed, or nothing"
@@ -267,7 +270,7 @@ def _task(label: str, entry: SuiteTask) -> tuple[str, Any]:
 def _model(suite: Suite, entry: SuiteTask, label: str) -> ModelOptions:
     own = dict(suite.encodings[label])
     own.setdefault("encoding", label)
-    return ModelOptions.from_section({**suite.model, **entry.model, **own})
+    return ModelOptions.from_section({**suite.model, **entry.model, **own, **entry.overrides.get(label, {})})
 
 
 def _matched(suite: Suite, entry: SuiteTask, task: Any, label: str) -> tuple[ModelOptions, int]:

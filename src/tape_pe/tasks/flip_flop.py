@@ -43,6 +43,7 @@ class FlipFlop(SequenceTask):
     evaluation_options: ClassVar[tuple[str, ...]] = (
         *SequenceTask.evaluation_options, "eval_lengths", "eval_ignore_percents",
     )  # fmt: skip
+    asks_end: ClassVar[bool] = False
     headline: ClassVar[str] = "token"
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ Behind the pairs every key stands once more, at a random place, and is to be ans
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -73,7 +74,10 @@ class AssociativeRecall(SequenceTask):
         return any(size[0] <= length and size[1] <= pairs for length, pairs in self.train_cases)
 
     def number_of_samples(self, size: Size) -> float:
-        return float(self.vocab_size // 2) ** min(size[1], 20)
+        """Keys in order, a value for each, and a place for each query."""
+        (length, pairs), half = size, self.vocab_size // 2
+        number = math.perm(half, pairs) * half**pairs * math.perm(length - 2 * pairs, pairs)
+        return float(min(number, 2**100))
 
     def random_numbers(self, size: Size) -> int:
         """For the order of keys, the values, and the places of queries."""

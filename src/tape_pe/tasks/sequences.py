@@ -48,6 +48,7 @@ class SequenceTask(Task):
     Attributes:
         aligned: whether each token of the input has its own answer, at its own place. Otherwise answers follow the
             question and are read themselves while the next one is given, as in generation.
+        asks_end: whether the end of a written answer is asked as well.
         headline: which accuracy counts, of `"token"`s or of whole `"sequence"`s.
     """
 
@@ -56,6 +57,7 @@ class SequenceTask(Task):
 
     evaluation_options: ClassVar[tuple[str, ...]] = ("rows_per_size", "eval_seed")
     aligned: ClassVar[bool] = False
+    asks_end: ClassVar[bool] = True
     headline: ClassVar[str] = "sequence"
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class SequenceTask(Task):
         end = np.full((len(tokens), 1), first - 1)
         nothing = np.full((len(tokens), 1), IGNORED_LABEL)
         labels = np.where(answers >= 0, answers + first, IGNORED_LABEL)
-        labels = np.hstack([nothing, labels] if self.aligned else [labels, end])
+        labels = np.hstack([nothing, labels] if self.aligned else [labels, end if self.asks_end else nothing])
         return np.hstack([tokens + first, end]), labels
 
     def training_dataset(self, seed: int, size: int) -> SequenceDataset:
@@ -229,7 +231,8 @@ class SequenceTask(Task):
         if self.aligned:
             said = model(input_ids=inputs["input_ids"]).logits[0].argmax(dim=-1)
         else:
-            output = model.generate(**inputs, max_new_tokens=len(words) + 1, do_sample=False, num_beams=1)
+            most = len(words) + 1 if self.asks_end else 1
+            output = model.generate(**inputs, max_new_tokens=most, do_sample=False, num_beams=1)
             said = output[0, len(words) :]
         return str(tokenizer.decode(said, skip_special_tokens=True))
 
