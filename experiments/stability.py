@@ -132,7 +132,6 @@ def run_options(plan: Plan, name: str, seed: int, folder: Path) -> RunOptions:
         "save_steps": 100,
         "seed": seed,
     }
-    # A list, as in the run's YAML file: a tuple would not count as the same when a run is resumed.
     task = make_task("language_modelling", length=plan.length, eval_factors=[0.125, 0.25, 0.5, 1, 2, 4])
     return RunOptions(str(folder), model, "language_modelling", task, training)
 

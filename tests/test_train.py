@@ -112,6 +112,10 @@ def test_resume_from_a_given_checkpoint(make_options):
     assert_same_run(straight, run)
     with pytest.raises(FileNotFoundError, match="checkpoint-7"):
         train(options, resume=run / "checkpoint-7")
+    other = make_options("other", save_steps=5)
+    other = dataclasses.replace(other, model=dataclasses.replace(other.model, encoding="nope"))
+    with pytest.raises(ValueError, match=r"model.encoding is 'nope'"):
+        train(other, resume=run / "checkpoint-5")
 
 
 def test_finished_run_can_be_made_longer(make_options):

@@ -33,7 +33,7 @@ from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
-from tape_pe.tasks.base import RightPaddingCollator
+from tape_pe.tasks.base import RightPaddingCollator, Task
 from tape_pe.trainer import PROGRESS_FILE, RunTrainer, StopOnSignal, TrainingInterruptedError, samples_per_step
 
 __all__ = [
@@ -200,7 +200,7 @@ def check_run(
         _check_processes(arguments)
     options.task.check()
     run, tokenizer = Path(options.output_dir), options.task.tokenizer()
-    build_config(options.model, tokenizer)
+    _check_lengths(build_config(options.model, tokenizer), options.task)
     if options.model.init_from is not None:
         if Path(options.model.init_from).resolve() == run.resolve():
             raise ValueError(f"model.init_from={options.model.init_from!r}: must not be output_dir")
@@ -219,6 +219,8 @@ def check_run(
     if isinstance(resume, (str, os.PathLike)):
         if not (Path(resume) / PROGRESS_FILE).is_file():
             raise FileNotFoundError(f"checkpoint is {resume}, which is not a checkpoint of a run")
+        if (Path(resume).parent / CONFIG_FILE).is_file():
+            check_same_run(load_options(Path(resume).parent), options, free=FREE_ON_RESUME | BATCH_FIELDS)
         found: str | os.PathLike[str] | None = resume
     else:
         found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
@@ -226,6 +228,18 @@ def check_run(
         return None
     _check_checkpoint(Path(found), options, None if elsewhere else samples_per_step(arguments))
     return Path(found)
+
+
+def _check_lengths(config: TapeLMConfig, task: Task) -> None:
+    """Raises ValueError where the task scores longer texts than the encoding can read."""
+    encoding = get_encoding(config.encoding)
+    limit = encoding.longest_text(config.encoding_sizes(), config.parsed_encoding_options())
+    if limit is not None and task.longest_scored is not None and task.longest_scored > limit:
+        raise ValueError(
+            f"model.encoding={config.encoding!r}: with max_position_embeddings={config.max_position_embeddings} and "
+            f"these options it reads at most {limit} tokens; the longest text that the task scores has "
+            f"{task.longest_scored}"
+        )
 
 
 def _check_processes(arguments: TrainingArguments) -> None:

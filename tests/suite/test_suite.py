@@ -117,15 +117,15 @@ def test_lines_alone_tell_what_has_finished(write) -> None:
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(write, capsys) -> None:
-    encodings = {"learned": {"max_position_embeddings": 9}, "rope": {}}  # training has 10 tokens at most; scoring more
-    path = write(encodings=encodings, tasks={"copy": SMALL["tasks"]["copy"]}, seeds=[1])
+    bad = {"task": {"name": "copy", "max_length": 4}, "training": {"learning_rate": 1e30, "max_steps": 4}}
+    path = write(encodings={"rope": {}}, tasks={"bad": bad, **SMALL["tasks"]}, seeds=[1])
     assert main(["suite", str(path)]) == 1
-    assert "copy/learned/seed-1: FAILED" in capsys.readouterr().out
+    assert "bad/rope/seed-1: FAILED" in capsys.readouterr().out
     folder = Path("runs/small")
     failure = Failure(**json.loads((folder / "failures.jsonl").read_text()))
     assert failure.exit_code in (1, 2)
-    assert "max_position_embeddings" in failure.message
-    assert [result.name for result in read_results(folder)] == ["copy/rope/seed-1"]
+    assert "its batch is saved in" in failure.message
+    assert {result.name for result in read_results(folder)} == {"copy/rope/seed-1", "z60/rope/seed-1"}
 
 
 def test_an_interrupted_suite_saves_and_goes_on(write) -> None:
@@ -185,6 +185,9 @@ def test_dry_run_shows_the_plan_and_writes_nothing(write, capsys) -> None:
         ({"tasks": {"copy": {"task": {"length": 3}}}}, "task.length"),
         ({"tasks": {"copy": {"tsak": {}}}}, "tasks.copy.tsak is not a key"),
         ({"tasks": {"copy": {"task": {}, "encodings": ["alibi"]}}}, "tasks.copy.encodings='alibi'"),
+        ({"tasks": {"copy": {"task": {}, "overrides": {"alibi": {}}}}}, "tasks.copy.overrides='alibi'"),
+        ({"tasks": {"copy": {"task": {}, "overrides": {"rope": {"width": 3}}}}}, "model.width"),
+        ({"encodings": {"rope": {}, "learned": {"max_position_embeddings": 9}}}, "reads at most 9 tokens"),
         ({"match_parameters": "alibi"}, "match_parameters='alibi'"),
         ({"processes": 0}, "processes=0"),
         ({"training": {"max_steps": 2, "learning_rate": -1}}, "learning_rate"),

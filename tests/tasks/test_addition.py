@@ -228,3 +228,9 @@ def test_registry():
         make_task("subtraction")
     with pytest.raises(ValueError, match=r"task.max_digits cannot be changed"):
         SMALL.with_evaluation_options({"max_digits": 3})
+
+
+def test_the_longest_scored_text_is_a_sum_of_the_largest_numbers():
+    task = Addition(max_digits=3)
+    text = "999999+999999=8999991"  # reversed digits of 1999998
+    assert task.longest_scored == len(task.tokenizer()(text)["input_ids"]) + 1  # and the end of sequence

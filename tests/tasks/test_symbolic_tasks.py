@@ -172,3 +172,26 @@ def test_scores_of_a_real_model_are_those_of_its_own_predictions(name):
     said = model(input_ids=torch.from_numpy(ids)).logits.argmax(dim=-1).numpy()
     right = [int(said[row, t - 1] == labels[row, t]) for row, t in zip(*np.nonzero(labels != -100), strict=True)]
     assert metrics["token_accuracy"][-1] == pytest.approx(np.mean(right))
+
+
+def test_flip_flop_labels_are_the_reads_and_nothing_else():
+    task = FlipFlop(length=12, rows_per_size=20)
+    for size in task.evaluation_sizes():
+        ids, labels = task.encode(*task.evaluation_rows(size))
+        read = 2 + task.words().index("r")
+        behind = np.hstack([np.zeros((len(ids), 1), bool), ids[:, :-1] == read])
+        assert ((labels != -100) == behind).all()
+    assert task.answer(small_model(task), task.tokenizer(), "w 1 i 0 r") in task.words()
+
+
+def test_recall_samples_are_counted_as_they_are():
+    task = AssociativeRecall(vocab_size=4, train_cases=[[6, 2]], eval_cases=[[6, 2]], rows_per_size=3)
+    bits = np.random.default_rng(0).integers(2**63, size=(2000, task.random_numbers((6, 2))), dtype=np.uint64)
+    assert len(np.unique(task.draw((6, 2), bits)[0], axis=0)) == task.number_of_samples((6, 2)) == 2 * 4 * 2
+
+
+@pytest.mark.parametrize("name", ["state_tracking", "flip_flop", "associative_recall", "copy", "modular_arithmetic"])
+def test_the_longest_scored_text_is_known_before(name):
+    task = make_task(name, rows_per_size=2)
+    longest = max(task.encode(*task.evaluation_rows(size))[0].shape[1] for size in task.evaluation_sizes())
+    assert task.longest_scored == longest

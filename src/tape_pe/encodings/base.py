@@ -192,6 +192,11 @@ class Encoding(nn.Module):
         """Raises a ValueError if a decoder of these sizes cannot have this encoding."""
 
     @classmethod
+    def longest_text(cls, sizes: EncodingSizes, options: EncodingOptions) -> int | None:
+        """Most tokens of a text in evaluation; `None` where the encoding sets no bound."""
+        return None
+
+    @classmethod
     def options_for(cls, tokenizer: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """`values` of `encoding_options`, with what follows from a transformers tokenizer filled in."""
         return dict(values)

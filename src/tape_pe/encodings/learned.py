@@ -26,6 +26,11 @@ class Learned(Encoding):
         super().__init__(sizes, options)
         self.position_embeddings = nn.Embedding(sizes.max_position_embeddings, sizes.hidden_size)
 
+    @classmethod
+    def longest_text(cls, sizes: EncodingSizes, options: EncodingOptions) -> int:
+        """As many tokens as there are rows."""
+        return sizes.max_position_embeddings
+
     def embed(self, tokens: Tokens) -> Tensor:
         """The rows of the new tokens, `[B | 1, N, hidden_size]`.
 

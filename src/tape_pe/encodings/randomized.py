@@ -87,6 +87,12 @@ class Randomized(Encoding):
             Rotary.check(sizes, RotaryOptions())
 
     @classmethod
+    def longest_text(cls, sizes: EncodingSizes, options: EncodingOptions) -> int:
+        """`eval_size`."""
+        assert isinstance(options, RandomizedOptions)
+        return _sizes(sizes, options)[1]
+
+    @classmethod
     def layer(cls, sizes: EncodingSizes, options: EncodingOptions, layer_idx: int) -> LayerEncoding:
         """A `RopeLayer`, or one that does nothing."""
         assert isinstance(options, RandomizedOptions)

@@ -181,11 +181,15 @@ def _documents(path: Path, offset: int, size: int) -> Iterator[tuple[str, int]]:
         while lines := file.readlines(size):
             raw = b"".join(lines)
             offset += len(raw)
-            try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+            text = _decode(raw, path)
             yield text.replace("\r\n", "\n").replace("\r", "\n"), offset
+
+
+def _decode(raw: bytes, path: Path) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def json_lines(lines: Iterable[str], name: object, first: int = 1) -> Iterator[tuple[str, Any]]:
@@ -216,7 +220,7 @@ def _records(path: Path, text_field: str, offset: int, number: int) -> Iterator[
             nonlocal offset, number
             for line in file:
                 offset, number = offset + len(line), number + 1
-                yield line.decode("utf-8")
+                yield _decode(line, path)
 
         for where, record in json_lines(lines(), path, number + 1):
             yield _field(record, text_field, where), [offset, number]

@@ -96,7 +96,7 @@ def panels(by_size: BySize, series: Sequence[Series]) -> list[Panel]:
     for score, title in by_size.scores.items():
         found = [medians for one in series if (medians := _medians(by_size, one, score)).values]
         values = [medians.values for medians in found]
-        if not found or values in drawn:  # where each sample has one answer, tokens and samples score the same
+        if not found or values in drawn:  # the same picture twice says nothing
             continue
         drawn.append(values)
         if max(len(size) for one in values for size in one) == 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,7 +17,7 @@ _SCROLLS = Column("SCROLLS score", metric("scrolls_score"), "{:.2f}".format, bou
 TASK_REPORTS: dict[str, TaskReport] = {  # a further task adds its line
     "addition": addition.REPORT,
     **sizes.REPORTS,
-    "scrolls": TaskReport(title="SCROLLS", columns=lambda runs: _any_metrics(runs), in_range=_SCROLLS),
+    "scrolls": TaskReport(title="SCROLLS", columns=lambda runs: _scrolls_columns(runs), in_range=_SCROLLS),
 }
 NOT_SET = "not set"
 # Keys that do not make two configurations different; how many samples were drawn again follows from the seed.
@@ -183,11 +185,19 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _scrolls_columns(runs: Sequence[Run]) -> list[Column]:
+    """The score, and those of its parts that runs have; for QuALITY also the accuracy as multiple choice."""
+    parts = {"f1": "F1", "exact_match": "Exact match", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+    columns = [replace(_SCROLLS, title=title, value=metric(name)) for name, title in parts.items()]
+    columns.append(Column("Multiple choice", metric("choice_accuracy")))
+    return [_SCROLLS, *(column for column in columns if any(column.value(run.result) is not None for run in runs))]
+
+
 def _any_metrics(runs: Sequence[Run]) -> list[Column]:
     names = dict.fromkeys(name for run in runs for name in run.result.metrics)
     readers = {name: metric(name) for name in names}
     return [
-        Column(name.replace("_", " ").capitalize(), read, text="{:.4g}".format)
+        Column(name.replace("_", " ").capitalize(), read, text="{:.4g}".format, bounds=(-math.inf, math.inf))
         for name, read in readers.items()
         if any(read(run.result) is not None for run in runs)
     ]

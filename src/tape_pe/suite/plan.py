@@ -57,7 +57,7 @@ class Suite:
             `intermediate_size` allows; by default nothing is adjusted.
         output_dir: the suite's folder; default: `runs/NAME`.
         processes: runs at a time.
-        threads: CPU threads of each run.
+        threads: CPU threads of each process.
         launcher: what starts a run in place of Python, such as `accelerate launch --config_file FILE`.
         flops_per_second: what each device of the machine that the suite is meant for does, for an estimate of its time
             where that cannot be measured here.
@@ -197,7 +197,8 @@ def plan(suite: Suite) -> list[PlannedRun]:
                     if seed == suite.seeds[0] or Path(options.output_dir).exists():
                         check_run(options, resume=True, elsewhere=suite.launcher is not None)
                 except (ValueError, OSError) as error:
-                    raise type(error)(f"{name}: {error}") from error
+                    kind = FileExistsError if isinstance(error, FileExistsError) else ValueError
+                    raise kind(f"{name}: {error}") from error
                 runs.append(PlannedRun(name, options, parameters))
     return runs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from tape_pe.signals import on_first_signal
 from tape_pe.suite.plan import SUITE_FILE, PlannedRun, Suite, finished_results, run_result, suite_lines
 
 FAILURES_FILE = "failures.jsonl"
+_ERROR = re.compile(r"^tape: error: |\w(Error|Exception)\b")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Failure:
     Attributes:
         name: `TASK/ENCODING/seed-N`.
         exit_code: of its process; negative where a signal ended it.
-        message: the last line of its log.
+        message: the last line of its log that names an error.
     """
 
     name: str
@@ -130,9 +132,11 @@ class _Processes:
             self._running.discard(process)
         if code == 0 and (result := run_result(run)):
             return result
-        return None if self.stopped else Failure(run.name, code, _last_line(log))
+        return None if self.stopped else Failure(run.name, code, _reason(log))
 
 
-def _last_line(log: Path) -> str:
+def _reason(log: Path) -> str:
+    """The last line that names an error, but for a launcher's that a process has failed; without one, the last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    errors = [line for line in lines if _ERROR.search(line) and "ChildFailedError" not in line]
+    return (errors or lines or [""])[-1]

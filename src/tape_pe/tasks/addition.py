@@ -60,6 +60,11 @@ class Addition(Task):
         """Side of the evaluation grid, in digits."""
         return self.eval_max_digits or 2 * self.max_digits
 
+    @property
+    def longest_scored(self) -> int:
+        """See `Task.longest_scored`: two operands, their sum, which has a digit more, two signs and the end."""
+        return 3 * self.grid_digits + 4
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The character tokenizer: digits, `+` and `=`."""
         return character_tokenizer(CHARACTERS)

@@ -63,6 +63,11 @@ class Task(abc.ABC):
             ValueError, FileNotFoundError: the data cannot be read or do not fit; the message says which and why.
         """
 
+    @property
+    def longest_scored(self) -> int | None:
+        """Most tokens that a model has to read at once in `score`; `None` where that is not known before."""
+        return None
+
     @abc.abstractmethod
     def training_dataset(self, seed: int, size: int) -> Dataset:
         """`size` training samples, sample `i` being a function of `(seed, i)` alone.

@@ -83,10 +83,15 @@ class LanguageModelling(Task):
         """Lengths to score, in tokens."""
         return sorted({round(factor * self.length) for factor in self.eval_factors})
 
+    @property
+    def longest_scored(self) -> int:
+        """See `Task.longest_scored`."""
+        return max(self.eval_lengths)
+
     def check(self) -> None:
-        """See `Task.check`: the texts to train on and to score are there."""
+        """See `Task.check`: the texts to train on and to score are there, and the latter long enough."""
         read_texts(self.data)
-        read_texts(self.eval_data or self.data, split=self.eval_split)
+        self._scored_tokens(self.tokenizer(), self.longest_scored)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, whose first tokens are `<pad>` and `<eos>`; byte-pair encoding is trained, once per task."""
@@ -131,10 +136,7 @@ class LanguageModelling(Task):
             where it is not among them); `trained_length`, `tokens` and `bytes` scored.
         """
         trained = trained if isinstance(trained, LanguageModelling) else self
-        tokens = _first_tokens(self.eval_data or self.data, self.eval_split, tokenizer, self.eval_tokens)
-        if len(tokens) < max(self.eval_lengths):
-            longest = max(self.eval_lengths)
-            raise ValueError(f"task.eval_data={self.eval_data!r}: has {len(tokens)} tokens, fewer than {longest}")
+        tokens = self._scored_tokens(tokenizer, self.eval_tokens)
         size = len(tokenizer.decode(tokens[1:].tolist(), skip_special_tokens=True).encode())
         ids = torch.from_numpy(tokens.astype(np.int64))
         by_length, bits = [], []
@@ -155,6 +157,17 @@ class LanguageModelling(Task):
             "tokens": len(tokens) - 1,
             "bytes": size,
         }
+
+    def _scored_tokens(self, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
+        """The first `count` tokens to score, or all; ValueError if the longest length has more."""
+        data = self.eval_data or self.data
+        tokens = _first_tokens(data, self.eval_split, tokenizer, count)
+        if len(tokens) < self.longest_scored:
+            name = "data" if self.eval_data is None else "eval_data"
+            raise ValueError(
+                f"task.{name}={data!r}: has {len(tokens)} tokens to score, fewer than {self.longest_scored}"
+            )
+        return tokens
 
     def answer(self, model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         """How the model goes on with a text, greedily, for at most 64 tokens.

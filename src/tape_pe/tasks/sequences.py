@@ -115,6 +115,12 @@ class SequenceTask(Task):
         """Whether a sample of an evaluation size could be drawn for training."""
         return size in self.training_sizes()
 
+    @property
+    def longest_scored(self) -> int:
+        """See `Task.longest_scored`: the longest evaluation sample with its end of sequence."""
+        zeros = {size: np.zeros((1, self.random_numbers(size)), np.uint64) for size in self.evaluation_sizes()}
+        return max(self.encode(*self.draw(size, bits))[0].shape[1] for size, bits in zeros.items())
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """One token per word."""
         return word_tokenizer(self.words())
