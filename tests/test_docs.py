@@ -64,9 +64,10 @@ def test_training_commands_run(site, tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     found = commands(site, "tutorials/train.md")
-    assert {words[0] for words in found} == {"train", "evaluate", "generate", "report", "encodings"}
+    assert {words[0] for words in found} == {"train", "evaluate", "generate", "report", "encodings", "suite"}
     for words in found:
-        more = {"train": f"{SHORT} {SMALL}", "evaluate": "--task.pairs_per_cell 1"}.get(words[0], "")
+        shorter = {"train": f"{SHORT} {SMALL}", "evaluate": "--task.pairs_per_cell 1", "suite": "--dry-run"}
+        more = shorter.get(words[0], "")
         assert main([*words, *more.split()]) == 0, words
     assert (tmp_path / "runs" / "report.html").is_file()
 

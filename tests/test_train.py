@@ -48,7 +48,7 @@ def test_run_folder(make_options):
     run = train(options)
     names = {path.name for path in run.iterdir()}
     assert {"config.yaml", "checkpoint-10", "checkpoint-20", "tensorboard", "config.json", "model.safetensors"} <= names
-    assert not [name for name in names if name.startswith(".")], "no temporary files are left"
+    assert {name for name in names if name.startswith(".")} == {".lock"}, "no temporary files are left"
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     assert load_options(run) == options
     training = record(run)
@@ -147,7 +147,7 @@ def test_killed_while_saving_leaves_no_checkpoint(make_options, monkeypatch):
         with pytest.raises(OSError, match="disk is full"):
             train(make_options())
     run = Path(make_options().output_dir)
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml"]
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.yaml"]
     straight = train(make_options("straight"))
     assert_same_run(straight, train(make_options(), resume=True))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 
 def write_text(path: Path, text: str) -> None:
@@ -40,9 +41,20 @@ def read_yaml(path: Path) -> Any:
         ValueError: it is not YAML, or not UTF-8 text.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML readers take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for number, key in enumerate(keys) if key != "<<" and key in keys[:number]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -58,6 +70,25 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object")
     return values
+
+
+@contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Keeps other processes that ask for the same out of a folder; the system frees it when the process ends.
+
+    Raises:
+        FileExistsError: another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise FileExistsError(f"{folder} is in use: another process writes to it; wait for it, or end it") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

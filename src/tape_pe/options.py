@@ -200,8 +200,11 @@ def _check_ranges(training: dict[str, Any]) -> None:
     }  # fmt: skip
     for name, bound in least.items():
         value = training.get(name, -1 if name == "max_steps" else bound)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= bound:
-            raise ValueError(f"training.{name} is {value!r}; it must be at least {bound}")
+        whole = name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "seed")
+        kinds = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value >= bound:
+            kind = " and an integer" if whole else ""
+            raise ValueError(f"training.{name} is {value!r}; it must be at least {bound}{kind}")
     if training.get("seed", 0) >= 2**32:
         raise ValueError(f"training.seed is {training['seed']}; it must be below 2**32")
     for name in ("adam_beta1", "adam_beta2"):

@@ -10,11 +10,13 @@ import json
 import os
 import shutil
 from collections.abc import Set
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     PreTrainedModel,
@@ -28,7 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from tape_pe.encodings import get_encoding
-from tape_pe.files import remove_staging_folders, staging_folder, write_json
+from tape_pe.files import remove_staging_folders, sole_user, staging_folder, write_json
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
@@ -74,8 +76,8 @@ def build_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> T
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"model: {error}") from error
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ValueError(f"model: {' '.join(str(error).split())}") from error
 
 
 def build_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> TapeLMForCausalLM:
@@ -121,7 +123,8 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
 
     Raises:
         ValueError: options that cannot work; nothing has been written then.
-        FileExistsError: the folder is in use, and neither `resume` nor `overwrite` is set.
+        FileExistsError: the folder holds a run, and neither `resume` nor `overwrite` is set; or another process trains
+            in it.
         FileNotFoundError: the checkpoint to resume from does not exist.
         TrainingInterruptedError: a signal stopped it; resume to go on.
         FloatingPointError: the loss or the gradients became infinite or NaN; the message names the step, and the
@@ -135,13 +138,24 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
         return run
     processes = PartialState()
     processes.wait_for_everyone()  # no process checks what another has written already
-    if arguments.should_save:
-        if overwrite:
-            shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True, exist_ok=True)
-        remove_staging_folders(run)
-    processes.wait_for_everyone()
+    with sole_user(run) if arguments.should_save else nullcontext():
+        if arguments.should_save:
+            _prepare(run, overwrite)
+        processes.wait_for_everyone()
+        _train(options, arguments, checkpoint)
+    return run
 
+
+def _prepare(run: Path, overwrite: bool) -> None:
+    """Removes what interrupted writes left, or everything that an earlier run did."""
+    remove_staging_folders(run)
+    for path in [path for path in run.iterdir() if not path.name.startswith(".")] if overwrite else []:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _train(options: RunOptions, arguments: TrainingArguments, checkpoint: Path | None) -> None:
+    """Trains in the run's folder, from a checkpoint on if one is given; see `train`."""
+    run, processes = Path(options.output_dir), PartialState()
     tokenizer = options.task.tokenizer()
     model = build_model(options.model, tokenizer, arguments.seed)
     size = arguments.max_steps * samples_per_step(arguments)
@@ -172,7 +186,6 @@ def train(options: RunOptions, *, resume: bool | str | os.PathLike[str] = False,
             facts = {"seed": arguments.seed, "data": options.task.training_summary(arguments.seed, size)}
             _save_final(run, trainer.model, weights, tokenizer, {**trainer.progress(), **facts})
         processes.wait_for_everyone()
-    return run
 
 
 def check_run(

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tape_pe.analysis import measure_stability
 from tape_pe.analysis.stability import MOVED, first_tokens, front_token
 from tape_pe.report.stability import PUBLISHED, published_table, ratios
-from tape_pe.tasks.tokenizers import character_tokenizer
+from tape_pe.tasks.tokenizers import character_tokenizer, word_tokenizer
 
 DTYPES = ("float32", "bfloat16")
 RESULTS = Path(__file__).parents[2] / "results" / "stability.jsonl"
@@ -91,6 +91,8 @@ def test_first_tokens(llama_folder):
     texts = ["12345678 and more", "123", "87654321"]
     rows = first_tokens(tokenizer, texts, 2, 8)
     assert tokenizer.batch_decode(rows) == ["12345678", "87654321"]
+    words = word_tokenizer(["a", "long-word"])
+    assert words.batch_decode(first_tokens(words, ["long-word " * 50], 1, 2)) == ["long-word long-word"]
     with pytest.raises(ValueError, match="texts=3: only 2 texts have 8 tokens"):
         first_tokens(tokenizer, texts, 3, 8)
     with pytest.raises(ValueError, match="text='abc': the tokenizer does not know all of it"):

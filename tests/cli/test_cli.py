@@ -101,6 +101,7 @@ def test_bad_flags_are_refused_before_any_work(config, capsys, flags, message):
     ("text", "message"),
     [
         ("model: [[", "bad.yaml is not YAML"),
+        ("model: {hidden_size: 8, hidden_size: 16}", "the key 'hidden_size' stands twice"),
         ("- 1", "bad.yaml does not hold options"),
         ("", "bad.yaml does not hold options"),
         ("modell: {hidden_size: 3}", "modell.hidden_size is not an option; the options are"),

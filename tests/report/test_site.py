@@ -288,7 +288,11 @@ def test_refuses_what_is_not_a_suite(tmp_path):
     with pytest.raises(ValueError, match=r"suite\.yaml: tasks is missing"):
         write_site(tmp_path)
     folder = write_suite(tmp_path / "torn", tasks=SMALL)
-    (folder / "failures.jsonl").write_text("{")
+    for name in ("failures.jsonl", "results.jsonl"):  # what an interruption cut off is left out
+        with (folder / name).open("a") as lines:
+            lines.write('{"name": ')
+    write_site(folder)
+    (folder / "failures.jsonl").write_text("{\n")
     with pytest.raises(ValueError, match=r"failures\.jsonl, line 1"):
         write_site(folder)
 

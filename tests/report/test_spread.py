@@ -50,6 +50,7 @@ def test_paired_difference_uses_common_seeds_only():
     assert not found.is_clear
     assert difference({0: 1.0}, {1: 1.0}) is None
     assert difference({0: 1.0}, {0: 0.5}).is_clear is False, "one pair has no interval"
+    assert not difference({0: 1.0, 1: 1.0}, {0: 0.5, 1: 0.5}).is_clear, "an interval without width is none"
     noise = {seed: 0.3 * (seed % 3) for seed in range(6)}
     paired = difference({seed: value + 0.1 + 0.001 * seed for seed, value in noise.items()}, noise)
     assert paired.is_clear, "what two encodings have in common with a seed falls out"
@@ -66,6 +67,7 @@ def test_clearly_best_needs_an_interval_apart_from_all_others(column, winner):
     assert best(a=[1.0, 1.1, 1.2], b=[1.1, 1.2, 1.3]) is None, "intervals overlap"
     assert best(a=[1.0, 1.1, 1.2], b=[5.0]) is None, "one seed proves nothing"
     assert best(a=[1.0, 1.0], b=[1.0, 1.0]) is None, "equal ends are no distance"
+    assert best(a=[1.0, 1.0], b=[5.0, 5.0]) is None, "equal seeds do not make the next one certain"
     assert best(a=[1.0, 1.1]) is None, "there is nothing to be better than"
 
 

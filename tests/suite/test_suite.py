@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tape_pe.cli import main
+from tape_pe.files import sole_user
 from tape_pe.language.text import Texts
 from tape_pe.models import TapeLMForCausalLM
 from tape_pe.options import load_options
@@ -163,6 +164,26 @@ def test_a_changed_suite_does_not_mix_with_the_old_lines(write, capsys) -> None:
     assert len(read_results(Path("runs/small"))) == 1
 
 
+def test_seeds_restrict_a_call_and_not_the_suite(write, capsys) -> None:
+    path = write(tasks={"copy": SMALL["tasks"]["copy"]}, encodings={"rope": {}})
+    assert main(["suite", str(path), "--seeds", "5"]) == 0
+    assert [line.seed for line in read_results(Path("runs/small"))] == [5]
+    assert list(load_suite(Path("runs/small")).seeds) == [3, 5]
+    assert main(["suite", str(path), "--seeds", "7"]) == 2
+    assert "seeds=7: the suite has 3, 5" in capsys.readouterr().err
+
+
+def test_a_folder_has_one_user_at_a_time(write, capsys) -> None:
+    path = write(tasks={"copy": SMALL["tasks"]["copy"]}, encodings={"rope": {}}, seeds=[3])
+    with sole_user(Path("runs/small")):
+        assert main(["suite", str(path)]) == 2
+    assert "runs/small is in use" in capsys.readouterr().err
+    with sole_user(Path("runs/small/copy/rope/seed-3")):  # a run that goes on after its suite was killed
+        assert main(["suite", str(path)]) == 1
+    assert "seed-3 is in use" in capsys.readouterr().out
+    assert main(["suite", str(path)]) == 0
+
+
 def test_dry_run_shows_the_plan_and_writes_nothing(write, capsys) -> None:
     assert main(["suite", str(write()), "--dry-run"]) == 0
     output = capsys.readouterr().out
@@ -188,6 +209,20 @@ def test_dry_run_shows_the_plan_and_writes_nothing(write, capsys) -> None:
         ({"tasks": {"copy": {"task": {}, "overrides": {"alibi": {}}}}}, "tasks.copy.overrides='alibi'"),
         ({"tasks": {"copy": {"task": {}, "overrides": {"rope": {"width": 3}}}}}, "model.width"),
         ({"encodings": {"rope": {}, "learned": {"max_position_embeddings": 9}}}, "reads at most 9 tokens"),
+        ({"tasks": {"copy": {"task": {}, "encodings": []}}}, "tasks.copy.encodings=[]"),
+        ({"tasks": {"copy": {"task": {}, "encodings": ["rope", "rope"]}}}, "different labels"),
+        ({"tasks": {"site": {"task": {"name": "copy"}}}}, "tasks='site'"),
+        ({"encodings": ["rope", "rope"]}, "encodings=['rope', 'rope']: different labels"),
+        ({"encodings": {"r" * 101: {"encoding": "rope"}}}, "a label is a folder's name"),
+        ({"seeds": [0.5]}, "seeds=[0.5]"),
+        ({"seeds": 3}, "seeds=3"),
+        ({"output_dir": 5}, "output_dir=5"),
+        ({"name": ["a"]}, "name=['a']"),
+        ({"launcher": 'python "'}, "launcher='python \"'"),
+        ({"launcher": "no-such-program"}, "'no-such-program' is not a program"),
+        ({"match_parameters": ["rope"]}, "match_parameters=['rope']"),
+        ({"model": {**SMALL["model"], "hidden_size": "a"}}, "hidden_size"),
+        ({"training": {"max_steps": 2.5}}, "training.max_steps is 2.5"),
         ({"match_parameters": "alibi"}, "match_parameters='alibi'"),
         ({"processes": 0}, "processes=0"),
         ({"training": {"max_steps": 2, "learning_rate": -1}}, "learning_rate"),

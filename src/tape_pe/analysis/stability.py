@@ -21,6 +21,7 @@ left of their sum, because the published first layer, which RoPE's positions alo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -121,9 +122,10 @@ def first_tokens(tokenizer: Any, texts: Iterable[str], count: int, length: int) 
     rows: list[list[int]] = []
     for text in texts:
         # Long texts need not be read to their end: hardly a tokenizer has tokens of so many characters.
-
+        if len(text) > (most := 32 * length):  # between words: a tokenizer of words knows whole ones alone
+            text = re.sub(r"\S+\Z", "", text[:most]) or text[:most]
         try:
-            ids = tokenizer(text[: 32 * length], add_special_tokens=False, verbose=False)["input_ids"]
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise ValueError(f"text={text[:40]!r}: the tokenizer does not know all of it ({error})") from error
         rows += [ids[:length]] if len(ids) >= length else []

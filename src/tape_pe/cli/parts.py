@@ -41,7 +41,7 @@ def comma_separated(kind: type) -> Any:
         words = text if isinstance(text, list) else re.split(r"[\s,]+", text.strip("[] "))
         return [kind(word) for word in words if word]
 
-    parse.__name__ = f"comma-separated {kind.__name__}s"
+    parse.__name__ = parse.__qualname__ = f"comma-separated {kind.__name__}s"
     return parse
 
 

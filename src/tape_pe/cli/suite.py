@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from tape_pe.cli.parts import Command, comma_separated, refusing
+from tape_pe.cli.parts import Command, UsageError, comma_separated, refusing
 
 if TYPE_CHECKING:
     from tape_pe.results import Result
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def _arguments(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("suite", type=str, help="The suite's YAML file, or the folder of a suite to go on with.")
     parser.add_argument("--output_dir", type=str, help="The suite's folder; default: the file's, or runs/NAME.")
-    parser.add_argument("--seeds", type=comma_separated(int), help="Seeds to run, such as 0,1; default: the file's.")
+    parser.add_argument("--seeds", type=comma_separated(int), help="Run these of its seeds only, such as 0,1.")
     parser.add_argument("--processes", type=int, help="Runs at a time; default: the file's.")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="Show the plan and the estimated time.")
 
@@ -30,8 +30,8 @@ def _suite(namespace: Namespace) -> int:
 
     path = Path(namespace.suite)
     folder = namespace.output_dir or (str(path) if path.is_dir() else None)
-    suite = refusing(load_suite, path, output_dir=folder, seeds=namespace.seeds, processes=namespace.processes)
-    runs = refusing(plan, suite)
+    suite = refusing(load_suite, path, output_dir=folder, processes=namespace.processes)
+    runs = _chosen(refusing(plan, suite), suite, namespace.seeds)
     finished = refusing(finished_results, suite, runs)
     if namespace.dry_run:
         _show_plan(suite, runs, finished)
@@ -40,10 +40,22 @@ def _suite(namespace: Namespace) -> int:
     try:
         _, failures = refusing(run_suite, suite, runs, on_end=_Progress(len(runs) - len(finished)))
     except SuiteInterruptedError as interruption:
-        print(f"\nInterrupted: {interruption}\nGo on with: tape suite {namespace.suite}", file=sys.stderr)
+        print(
+            f"\nInterrupted: {interruption}\nGo on with: tape suite {namespace.suite}\n"
+            f"See what has finished: tape report {suite.folder}",
+            file=sys.stderr,
+        )
         return 130
-    print(f"Results: {suite.folder / 'results.jsonl'}\nSite: {write_site(suite.folder)}")
+    site = refusing(write_site, suite.folder)
+    print(f"Results: {suite.folder / 'results.jsonl'}\nSite: {site}")
     return 1 if failures else 0
+
+
+def _chosen(runs: Sequence[PlannedRun], suite: Suite, seeds: list[int] | None) -> list[PlannedRun]:
+    for seed in seeds or ():
+        if seed not in suite.seeds:
+            raise UsageError(f"seeds={seed}: the suite has {', '.join(map(str, suite.seeds))}")
+    return [run for run in runs if seeds is None or run.options.training["seed"] in seeds]
 
 
 class _Progress:
@@ -80,7 +92,8 @@ def _show_plan(suite: Suite, runs: Sequence[PlannedRun], finished: dict[str, Res
     total = max(sum(seconds.values()) / suite.processes, max(seconds.values(), default=0.0))
     print(
         f"\n{len(runs)} runs, {len(finished)} finished; about {duration(total)} with {suite.processes} at a time "
-        f"({'from FLOPs' if suite.flops_per_second else 'measured'}; scoring not included where no run has finished)"
+        f"({'from FLOPs' if suite.flops_per_second else 'measured'}; without the start of each process and scoring, "
+        "which are known where a like run has finished)"
     )
 
 

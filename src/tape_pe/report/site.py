@@ -16,10 +16,11 @@ from tape_pe.report.html import template
 from tape_pe.report.parts import Cell, Run, Table, duration
 from tape_pe.report.scores import Scores, failures, headlines, overview_tables
 from tape_pe.report.spread import interval_factor
-from tape_pe.report.suite_results import FAILURES_FILE, SUITE_FILE, SuiteResults, TaskRuns, read_suite
+from tape_pe.report.suite_results import SuiteResults, TaskRuns, read_suite
 from tape_pe.report.tables import task_report
 from tape_pe.report.task_page import task_page
 from tape_pe.results import RESULTS_FILE
+from tape_pe.suite.plan import FAILURES_FILE, SITE_FOLDER, SUITE_FILE
 
 GENERATOR = "tape-pe suite"  # marks the folders that may be replaced
 
@@ -40,7 +41,7 @@ def write_site(folder: Path | str, *, output: Path | str | None = None) -> Path:
         ValueError: a file that cannot be read.
     """
     folder = Path(folder)
-    output = Path(output) if output is not None else folder / "site"
+    output = Path(output) if output is not None else folder / SITE_FOLDER
     suite = read_suite(folder)
     _check_output(output)
     with staging_folder(output.parent) as staging:

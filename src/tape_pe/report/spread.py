@@ -52,8 +52,10 @@ class Difference(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether the interval leaves out zero, and has a width."""
+        if self.low is None or self.high is None or self.low == self.high:
+            return False
+        return self.low > 0 or self.high < 0
 
 
 def spread(values: Sequence[float], column: Column) -> Spread | None:
@@ -95,7 +97,7 @@ def difference(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Di
 def clearly_best(spreads: Mapping[str, Spread], column: Column) -> str | None:
     """The encoding whose interval lies wholly on the better side of the intervals of all others; `None` if none does.
 
-    An encoding without an interval leaves it open.
+    An encoding without an interval leaves it open, and so does one whose seeds all score the same, if it is this one.
     """
     if len(spreads) < 2:
         return None
@@ -106,6 +108,8 @@ def clearly_best(spreads: Mapping[str, Spread], column: Column) -> str | None:
             return None
         ends[label] = (min(sign * one.low, sign * one.high), max(sign * one.low, sign * one.high))
     best = max(ends, key=lambda label: ends[label][0])
+    if len(set(spreads[best].values)) == 1:
+        return None
     return best if all(ends[best][0] > high for label, (_, high) in ends.items() if label != best) else None
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tape_pe.report.parts import Run
-from tape_pe.results import RESULTS_FILE, read_results
-from tape_pe.suite.plan import SUITE_FILE, load_suite
-from tape_pe.suite.run import FAILURES_FILE
+from tape_pe.results import RESULTS_FILE, Result, read_lines, whole_lines
+from tape_pe.suite.plan import FAILURES_FILE, SUITE_FILE, load_suite
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ def read_suite(folder: Path) -> SuiteResults:
     seeds = suite.seeds
     registered = {label: str(entry.task.get("name", label)) for label, entry in suite.tasks.items()}
     chosen = {label: list(entry.encodings or suite.encodings) for label, entry in suite.tasks.items()}
-    results = read_results(folder) if (folder / RESULTS_FILE).is_file() else []
+    path = folder / RESULTS_FILE
+    results = read_lines(path, Result, torn_end=True) if path.is_file() else []
     latest = {result.name: result for result in results}
     lines = {name: sum(result.name == name for result in results) for name in latest}
     failures = _read_failures(folder / FAILURES_FILE)
@@ -111,10 +111,8 @@ def read_suite(folder: Path) -> SuiteResults:
 
 def _read_failures(path: Path) -> dict[str, str]:
     """Why runs failed, by name."""
-    if not path.is_file():
-        return {}
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path).splitlines(), start=1):
         try:
             values = json.loads(line)
             message = str(values.get("message") or "no message")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from tape_pe.encodings.base import check_option_types
 from tape_pe.files import read_yaml
 from tape_pe.models import TapeLMConfig, TapeLMForCausalLM
 from tape_pe.options import ModelOptions, RunOptions
@@ -18,7 +19,9 @@ from tape_pe.results import RESULTS_FILE, Result, read_lines
 from tape_pe.tasks import make_task
 from tape_pe.train import FREE_ON_RESUME, build_config, check_run, check_same_run
 
-SUITE_FILE = "suite.yaml"
+SUITE_FILE, FAILURES_FILE, SITE_FOLDER = "suite.yaml", "failures.jsonl", "site"
+TAKEN_NAMES = frozenset({SUITE_FILE, FAILURES_FILE, SITE_FOLDER, RESULTS_FILE})
+"""What else stands in a suite's folder, beside the folders of its tasks."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +80,31 @@ class Suite:
     flops_per_second: float | None = None
 
     def __post_init__(self) -> None:
+        check_option_types(Suite, {f.name: getattr(self, f.name) for f in fields(Suite)}, "")
         for name in ("processes", "threads"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds={list(self.seeds)!r}: different integers, one or more, are needed")
+        if not isinstance(self.seeds, (list, tuple)) or not self.seeds or not _are_distinct(self.seeds, int):
+            raise ValueError(f"seeds={self.seeds!r}: different integers, one or more, are needed")
+        try:
+            shlex.split(self.launcher or "")
+        except ValueError as error:
+            raise ValueError(f"launcher={self.launcher!r}: not the beginning of a command ({error})") from error
         for name in ("encodings", "tasks"):
             labels = getattr(self, name)
             if not labels:
                 raise ValueError(f"{name}={labels!r}: at least one is needed")
             for label in labels:
-                if not isinstance(label, str) or not label or set(label) & set("/\\ \t\n") or label.startswith("."):
+                if not isinstance(label, str) or not 0 < len(label) <= 100 or set(label) & set("/\\ \t\n"):
                     raise ValueError(f"{name}={label!r}: a label is a folder's name, without spaces or slashes")
+                if label.startswith(".") or label in TAKEN_NAMES:
+                    raise ValueError(f"{name}={label!r}: another label is needed; the suite's folder has such a name")
         for label, task in self.tasks.items():
+            if task.encodings is not None and (not task.encodings or not _are_distinct(task.encodings, str)):
+                raise ValueError(
+                    f"tasks.{label}.encodings={task.encodings!r}: different labels, one or more, are needed"
+                )
             for name, named in (("encodings", task.encodings or ()), ("overrides", task.overrides)):
                 for encoding in named:
                     if encoding not in self.encodings:
@@ -137,6 +151,12 @@ class PlannedRun:
         return Path(self.options.output_dir)
 
 
+def _are_distinct(values: Any, kind: type) -> bool:
+    """Whether a list holds values of this kind alone, each once."""
+    is_list = isinstance(values, (list, tuple)) and all(type(value) is kind for value in values)
+    return is_list and len(set(values)) == len(values)
+
+
 def load_suite(path: Path, **changes: Any) -> Suite:
     """Reads a suite's YAML file.
 
@@ -160,6 +180,8 @@ def load_suite(path: Path, **changes: Any) -> Suite:
         _check_keys(Suite, values, "")
         encodings = values["encodings"]
         if isinstance(encodings, list):
+            if not _are_distinct(encodings, str):
+                raise ValueError(f"encodings={encodings!r}: different labels, or a mapping from them, are needed")
             encodings = dict.fromkeys(encodings)
         values["encodings"] = {
             label: _mapping(options, f"encodings.{label}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tape_pe.files import write_text
+from tape_pe.files import sole_user, write_text
 from tape_pe.results import RESULTS_FILE, Result, append_line, append_values
 from tape_pe.signals import on_first_signal
-from tape_pe.suite.plan import SUITE_FILE, PlannedRun, Suite, finished_results, run_result, suite_lines
+from tape_pe.suite.plan import FAILURES_FILE, SUITE_FILE, PlannedRun, Suite, finished_results, run_result, suite_lines
 
-FAILURES_FILE = "failures.jsonl"
 _ERROR = re.compile(r"^tape: error: |\w(Error|Exception)\b")
 
 
@@ -59,11 +59,22 @@ def run_suite(
         The results of all finished runs, in the order of `runs`, and the failures of this call.
 
     Raises:
-        ValueError: the suite's folder has results of other options; nothing has been started then.
+        ValueError: the suite's folder has results of other options, or the launcher is no program; nothing has been
+            started then.
+        FileExistsError: another process runs a suite in that folder.
         SuiteInterruptedError: a signal stopped it.
     """
+    launcher = next(iter(suite.launcher_words), sys.executable)
+    if shutil.which(launcher) is None:
+        raise ValueError(f"launcher={suite.launcher!r}: {launcher!r} is not a program that can be found")
+    with sole_user(suite.folder):
+        return _run_suite(suite, runs, on_end)
+
+
+def _run_suite(
+    suite: Suite, runs: Sequence[PlannedRun], on_end: Callable[[Result | Failure], None]
+) -> tuple[list[Result], list[Failure]]:
     results = finished_results(suite, runs)
-    suite.folder.mkdir(parents=True, exist_ok=True)
     write_text(suite.folder / SUITE_FILE, suite.to_yaml())
     lines = suite.folder / RESULTS_FILE
     written = suite_lines(suite)
@@ -111,6 +122,9 @@ class _Processes:
 
     def run(self, run: PlannedRun) -> Result | Failure | None:
         """Trains and scores a run; `None` where it was stopped."""
+        with self._lock:
+            if self.stopped:
+                return None
         config, log = (run.folder.with_name(run.folder.name + ending) for ending in (".yaml", ".log"))
         config.parent.mkdir(parents=True, exist_ok=True)
         write_text(config, run.options.to_yaml())
@@ -132,7 +146,8 @@ class _Processes:
             self._running.discard(process)
         if code == 0 and (result := run_result(run)):
             return result
-        return None if self.stopped else Failure(run.name, code, _reason(log))
+        reason = f"ended by signal {-code}; its log is {log}" if code < 0 else _reason(log)
+        return None if self.stopped else Failure(run.name, code, reason)
 
 
 def _reason(log: Path) -> str:

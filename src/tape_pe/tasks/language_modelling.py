@@ -89,9 +89,10 @@ class LanguageModelling(Task):
         return max(self.eval_lengths)
 
     def check(self) -> None:
-        """See `Task.check`: the texts to train on and to score are there, and the latter long enough."""
-        read_texts(self.data)
-        self._scored_tokens(self.tokenizer(), self.longest_scored)
+        """See `Task.check`: the texts to train on and to score are there, and long enough."""
+        tokenizer = self.tokenizer()
+        self._training_tokens(tokenizer, self.length)
+        self._scored_tokens(tokenizer, self.longest_scored)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, whose first tokens are `<pad>` and `<eos>`; byte-pair encoding is trained, once per task."""
@@ -108,10 +109,7 @@ class LanguageModelling(Task):
         Raises:
             ValueError: the texts have fewer tokens than one sample.
         """
-        tokens = _first_tokens(self.data, "train", self.tokenizer(), self.train_tokens)
-        if len(tokens) < self.length:
-            raise ValueError(f"task.data={self.data!r}: has {len(tokens)} tokens, fewer than the length, {self.length}")
-        return tokens
+        return self._training_tokens(self.tokenizer(), self.train_tokens)
 
     def training_dataset(self, seed: int, size: int) -> TextDataset | TokenStream:
         """See `Task.training_dataset`; every token but a sample's first carries loss. A stream depends on no seed."""
@@ -158,16 +156,12 @@ class LanguageModelling(Task):
             "bytes": size,
         }
 
+    def _training_tokens(self, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
+        return _first_tokens("data", self.data, "train", tokenizer, count, least=self.length)
+
     def _scored_tokens(self, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
-        """The first `count` tokens to score, or all; ValueError if the longest length has more."""
-        data = self.eval_data or self.data
-        tokens = _first_tokens(data, self.eval_split, tokenizer, count)
-        if len(tokens) < self.longest_scored:
-            name = "data" if self.eval_data is None else "eval_data"
-            raise ValueError(
-                f"task.{name}={data!r}: has {len(tokens)} tokens to score, fewer than {self.longest_scored}"
-            )
-        return tokens
+        name, data = ("data", self.data) if self.eval_data is None else ("eval_data", self.eval_data)
+        return _first_tokens(name, data, self.eval_split, tokenizer, count, least=self.longest_scored)
 
     def answer(self, model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         """How the model goes on with a text, greedily, for at most 64 tokens.
@@ -196,9 +190,16 @@ class TextDataset(SampledDataset):
         return {"input_ids": piece, "labels": piece.copy()}
 
 
-def _first_tokens(data: str, split: str, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
-    """The first `count` tokens of a text collection, or all."""
+def _first_tokens(
+    name: str, data: str, split: str, tokenizer: PreTrainedTokenizerBase, count: int, *, least: int
+) -> np.ndarray:
+    """The first `count` tokens of a text collection, or all; ValueError, naming the option, for less than `least`."""
     blocks = token_blocks(read_texts(data, split=split), tokenizer, _READ_AT_ONCE)
     found = list(islice(blocks, math.ceil(count / _READ_AT_ONCE)))
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    return np.array(found, dtype=dtype).reshape(-1)[:count]
+    tokens = np.array(found, dtype=dtype).reshape(-1)[:count]
+    if len(tokens) < least:
+        raise ValueError(
+            f"task.{name}={data!r}: has {len(tokens)} tokens; at least {least}, the longest length, are needed"
+        )
+    return tokens
