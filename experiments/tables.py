@@ -134,6 +134,21 @@ def suite() -> str:
     return f"```\n{overview_text(read_suite(RESULTS / 'two_cores'))}\n```\n"
 
 
+def position_weights() -> str:
+    """The table of `experiments/position_weights.py`, below the suite's own lines for the same task."""
+    names = {"s3/rope": "rope", "s3/tape": "tape"}
+    lines = [
+        {**line, "name": names.get(line["name"].rpartition("/")[0])} for line in read_lines("two_cores/results.jsonl")
+    ]
+    lines = [line for line in lines if line["name"]] + read_lines("position_weights.jsonl")
+    columns = [
+        (header, lambda line, key=key: 100 * line["metrics"][key], 1)
+        for header, key in (("in range", "accuracy_in_range"), ("out of range", "accuracy_out_of_range"))
+    ]
+    columns.append(("training loss", lambda line: line["loss_curve"][-1][1], 3))
+    return table("S3", lines, lambda line: (line["name"],), ["variant of tape"], columns)
+
+
 def page() -> str:
     """The whole page."""
     return f"""# Results
@@ -180,7 +195,13 @@ same samples in the same order. *Out of range* is beyond the trained lengths. Th
 `clearly best` stands where an encoding's interval lies apart from all others. `tape report results/two_cores` draws the
 same lines as pages, with learning curves and scores by length.
 
-{suite()}"""
+{suite()}
+## What TAPE's own weights need
+
+`python experiments/position_weights.py`: the S3 word problem of the same suite, one thing changed in how TAPE's own
+weights are trained; % of elements that are right. `tape` and `rope` are the suite's runs.
+
+{position_weights()}"""
 
 
 def performance() -> str:

@@ -58,6 +58,8 @@ def test_names_in_results(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert short_name("~/mine") == short_name(tmp_path / "mine") == "mine"
+    (tmp_path / "s3/tape/seed-0").mkdir(parents=True)
+    assert short_name(tmp_path / "s3/tape/seed-0") == "s3/tape/seed-0"
     assert short_name("owner/model") == "owner/model"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -89,9 +90,12 @@ def check_model_place(path_or_name: str | Path) -> str:
 
 
 def short_name(path_or_name: str | Path) -> str:
-    """What results call a model: the folder's name, or the hub name."""
+    """What results call a model: the folder's name, that of a suite's run with task and encoding; or the hub name."""
     folder = Path(path_or_name).expanduser()
-    return folder.resolve().name if folder.exists() else str(path_or_name)
+    if not folder.exists():
+        return str(path_or_name)
+    parts = folder.resolve().parts
+    return "/".join(parts[-3:]) if re.fullmatch(r"seed-\d+", parts[-1]) else parts[-1]
 
 
 def adapter_file(folder: Path) -> Path | None:
