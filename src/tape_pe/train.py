@@ -198,7 +198,9 @@ def check_run(
     """Everything that `train` refuses, found out before any work; writes nothing.
 
     Args:
-        options, resume, overwrite: see `train`.
+        options: see `train`.
+        resume: see `train`.
+        overwrite: see `train`.
         elsewhere: whether a launcher will start the run, so that its devices and processes are not this process's.
 
     Returns:
