@@ -239,9 +239,9 @@ differences can be told from chance. What can be told about TAPE:
 `python experiments/position_weights.py`: the S3 word problem of the same suite, one thing changed in how TAPE's own
 weights are trained; % of elements that are right. `tape` and `rope` are the suite's runs.
 
-A tenth of the learning rate for TAPE's own weights, more weight decay for them and fewer of them (`position_size` 4 in
-place of 16) each take back about half of what TAPE loses to RoPE here; three times the learning rate can lose much more.
-Intervals overlap and it is one task, so no default follows yet; a smaller rate is what to try first.
+A tenth of the learning rate for TAPE's own weights, more weight decay for them, and fewer of them (`position_size` 4 in
+place of 16) each take back about half or more of what TAPE loses to RoPE here, the last one with every seed above all of
+the default's; three times the learning rate can lose much more. It is one task, so no default follows yet.
 
 {position_weights()}"""
 
