@@ -240,8 +240,8 @@ differences can be told from chance. What can be told about TAPE:
 weights are trained; % of elements that are right. `tape` and `rope` are the suite's runs.
 
 A tenth of the learning rate for TAPE's own weights, more weight decay for them, and fewer of them (`position_size` 4 in
-place of 16) each take back about half or more of what TAPE loses to RoPE here, the last one with every seed above all of
-the default's; three times the learning rate can lose much more. It is one task, so no default follows yet.
+place of 16) each take back about half or more of what TAPE loses to RoPE here, the last one with every seed above all
+of the default's; three times the learning rate can lose much more. It is one task, so no default follows yet.
 
 {position_weights()}"""
 
