@@ -2,9 +2,9 @@
 
     python experiments/position_weights.py
 
-Trains TAPE on the S3 word problem of `configs/suites/two_cores.yaml`, one thing changed at a time; everything else,
-samples and their order included, is as in that suite, whose lines for `tape` and `rope` are what to compare with. One
-line per variant and seed goes to `results/position_weights.jsonl`; lines that are there already are not computed again.
+Trains TAPE on tasks of `configs/suites/two_cores.yaml`, one thing changed at a time; everything else, samples and their
+order included, is as in that suite, whose lines for `tape` and `rope` are what to compare with. One line per task,
+variant and seed goes to `results/position_weights.jsonl`; lines that are there already are not computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from jsonargparse import CLI
 
 from tape_pe.encodings.tape import TapeLayer
-from tape_pe.options import training_arguments
+from tape_pe.options import RunOptions, training_arguments
 from tape_pe.results import Result, append_line, git_revision, library_versions, whole_lines
 from tape_pe.suite import load_suite, plan
 from tape_pe.tasks.base import RightPaddingCollator
@@ -49,9 +49,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "learning rate x 0.1": Variant(rate=0.1),
-    "learning rate x 0.3": Variant(rate=0.3),
     "learning rate x 3": Variant(rate=3.0),
-    "no weight decay": Variant(decay=0.0),
     "weight decay 1": Variant(decay=1.0),
     "position_size 4": Variant(options={"position_size": 4}),
     "position_size 64": Variant(options={"position_size": 64}),
@@ -65,18 +63,16 @@ class Plan:
 
     Attributes:
         results: file of JSON lines to append to.
-        task: label of the suite's task.
+        tasks: labels of the suite's tasks.
         variants: which of the variants; default: all.
-        seeds: seeds of weights and of samples.
-        max_steps: optimizer steps; default: the suite's.
+        seeds: seeds of weights and of samples, some of the suite's.
         threads: CPU threads.
     """
 
     results: str = "results/position_weights.jsonl"
-    task: str = "s3"
+    tasks: tuple[str, ...] = ("s3",)
     variants: tuple[str, ...] = tuple(VARIANTS)
     seeds: tuple[int, ...] = (0, 1, 2)
-    max_steps: int | None = None
     threads: int = 1
 
 
@@ -103,26 +99,27 @@ def main(what: Plan) -> None:
     torch.set_num_threads(what.threads)
     results = Path(what.results)
     results.parent.mkdir(parents=True, exist_ok=True)
-    done = {(line["name"], line["seed"]) for line in map(json.loads, whole_lines(results).splitlines())}
+    lines = [json.loads(line) for line in whole_lines(results).splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        planned = {run.name: run.options for run in plan(load_suite(SUITE, output_dir=folder))}
     for seed in what.seeds:
-        for name in what.variants:
-            if (name, seed) not in done:
-                line = run(what, name, seed)
-                append_line(results, line)
-                scores = line.metrics["accuracy_in_range"], line.metrics["accuracy_out_of_range"]
-                print(name, seed, *(f"{score:.3f}" for score in scores), f"{line.train_seconds:.0f} s", flush=True)
+        for task in what.tasks:
+            options = planned[f"{task}/tape/seed-{seed}"]
+            section = json.loads(json.dumps(options.sections()["task"]))
+            there = {line["name"] for line in lines if line["seed"] == seed and line["config"]["task"] == section}
+            for name in what.variants:
+                if name not in there:
+                    append_line(results, line := run(options, name, seed))
+                    scores = [f"{key} {value:.3f}" for key, value in line.metrics.items() if isinstance(value, float)]
+                    print(task, name, seed, *scores, f"{line.train_seconds:.0f} s", flush=True)
 
 
-def run(what: Plan, name: str, seed: int) -> Result:
-    """Trains and scores one model."""
+def run(options: RunOptions, name: str, seed: int) -> Result:
+    """Trains and scores one model; `options` are those of TAPE's run in the suite."""
     variant = VARIANTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        suite = load_suite(SUITE, output_dir=folder, seeds=[seed])
-        label = f"{what.task}/tape/seed-{seed}"
-        options = next(planned.options for planned in plan(suite) if planned.name == label)
         encoding_options = {**(options.model.encoding_options or {}), **variant.options}
-        steps = what.max_steps or options.training["max_steps"]
-        training = {**options.training, "max_steps": steps, "save_strategy": "no"}
+        training = {**options.training, "save_strategy": "no"}
         model_options = replace(options.model, encoding_options=encoding_options)
         options = replace(options, model=model_options, training=training, output_dir=folder)
         arguments, tokenizer = training_arguments(options), options.task.tokenizer()
@@ -131,7 +128,7 @@ def run(what: Plan, name: str, seed: int) -> Result:
             for layer in (module for module in model.modules() if isinstance(module, TapeLayer)):
                 torch.nn.init.normal_(layer.mix, std=variant.start)
                 torch.nn.init.normal_(layer.up, std=variant.start)
-        size = steps * arguments.train_batch_size
+        size = arguments.max_steps * arguments.train_batch_size
         trainer = OwnRateTrainer(
             model=model,
             args=arguments,

@@ -2,10 +2,11 @@
 
     python experiments/stability.py
 
-Trains each model on the sources of Python's standard library, then measures it (`tape_pe.analysis.stability`) in fp32
-and in bf16 on the beginnings of held-out files. "Without equivariance" is TAPE with `structure="unstructured"`, whose
-weights act on all heads and channels at once. One line per model and seed goes to `results/stability.jsonl`; lines that
-are there already are not computed again, and an interrupted training goes on where it stopped.
+Trains each model on the sources of Python's standard library, then measures it (`tape_pe.analysis.stability`) on the
+beginnings of held-out files: in fp32, in fp32 with the start state (cos and sin) rounded to bf16, and in bf16. "Without
+equivariance" is TAPE with `structure="unstructured"`, whose weights act on all heads and channels at once. One line per
+model and seed goes to `results/stability.jsonl`; lines that are there already are not computed again, and an
+interrupted training goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from jsonargparse import CLI
+from torch import Tensor
 
-from tape_pe.analysis.stability import first_tokens, front_token, measure_stability
+from tape_pe.analysis.stability import Stability, first_tokens, front_token, measure_stability
 from tape_pe.evaluate import load_run
 from tape_pe.language.text import STDLIB, read_texts
+from tape_pe.models import TapeLMForCausalLM
 from tape_pe.options import ModelOptions, RunOptions
+from tape_pe.report.stability import PRECISIONS
 from tape_pe.results import Result, append_line, whole_lines
 from tape_pe.tasks import make_task
 from tape_pe.train import TRAINING_FILE, train
@@ -32,7 +37,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "tape": {"encoding": "tape"},
     "tape_without_equivariance": {"encoding": "tape", "encoding_options": {"structure": "unstructured"}},
 }
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def main(plan: Plan) -> None:
             if (name, seed) not in done:
                 line = run(plan, name, seed)
                 append_line(results, line)
-                shift = {dtype: line.metrics[dtype]["shift"]["attention"] for dtype in DTYPES}
+                shift = {key: line.metrics[key]["shift"]["attention"] for key in PRECISIONS}
                 print(name, seed, f"loss {line.metrics['held_out_loss']:.3f}", json.dumps(shift), flush=True)
 
 
@@ -94,9 +98,9 @@ def run(plan: Plan, name: str, seed: int) -> Result:
     metrics: dict[str, Any] = {"front_token": what, "texts": len(rows)}
     with torch.inference_mode():
         metrics["held_out_loss"] = float(model(rows.to(model.device), labels=rows.to(model.device)).loss)
-    for dtype in DTYPES:
-        measured = measure_stability(model.to(getattr(torch, dtype)), rows, token)
-        metrics[dtype] = {moved: part._asdict() for moved, part in measured._asdict().items()}
+    for precision in PRECISIONS:
+        measured = measure(model, rows, token, precision)
+        metrics[precision] = {moved: part._asdict() for moved, part in measured._asdict().items()}
     return Result(
         name=name,
         task="stability",
@@ -109,6 +113,21 @@ def run(plan: Plan, name: str, seed: int) -> Result:
             for key in ("git_revision", "versions", "parameters", "steps", "tokens", "train_seconds", "loss_curve")
         },
     )
+
+
+def measure(model: TapeLMForCausalLM, rows: Tensor, token: int, precision: str) -> Stability:
+    """Measures a model in one of `PRECISIONS`, to which its weights are converted."""
+    if precision != "bfloat16_start":
+        return measure_stability(model.to(getattr(torch, precision)), rows, token)
+    encoding = model.model.encoding
+    start = encoding.start
+
+    def rounded(*args: Any) -> Tensor | None:
+        state = start(*args)
+        return None if state is None else state.bfloat16().to(state.dtype)
+
+    with patch.object(encoding, "start", rounded):
+        return measure_stability(model, rows, token)
 
 
 def run_options(plan: Plan, name: str, seed: int, folder: Path) -> RunOptions:

@@ -19,7 +19,7 @@ from tape_pe.report import overview_text, read_suite
 from tape_pe.report.parts import MISSING, Cell, Table
 from tape_pe.report.scores import Scores, headlines
 from tape_pe.report.spread import difference
-from tape_pe.report.stability import MEASURES, published_table, ratios
+from tape_pe.report.stability import MEASURES, PRECISIONS, published_table, ratios
 from tape_pe.report.suite_results import SuiteResults
 from tape_pe.report.tables import plain_text
 from tape_pe.results import Cost, read_costs, whole_lines
@@ -114,11 +114,11 @@ def stability() -> str:
     headers = ["measure", "precision", "TAPE / RoPE, largest", "without equivariance / TAPE, smallest"]
     rows = []
     for measure in MEASURES:
-        for dtype in ("float32", "bfloat16"):
-            found = ratios(lines, measure, dtype)
+        for precision, described in PRECISIONS.items():
+            found = ratios(lines, measure, precision)
             # The first layer reads the start state, the same one with and without equivariance.
             bounds = max(found["tape"]), min(found["tape_without_equivariance"][1:])
-            rows.append([Cell(measure), Cell(dtype), *(Cell(f"{bound:.3g}") for bound in bounds)])
+            rows.append([Cell(measure), Cell(described), *(Cell(f"{bound:.3g}") for bound in bounds)])
     summary = plain_text(Table("", headers, rows, [False, False, True, True]))
     seeds = sorted({line["seed"] for line in lines})
     text += f"Position ids from 3, over all layers (the first left out on the right):\n\n```\n{summary}\n```\n\n"

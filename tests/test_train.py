@@ -156,6 +156,9 @@ def test_existing_folders_are_not_overwritten(make_options, tmp_path):
     options = make_options(max_steps=2)
     run = train(options)
     (run / "note.txt").write_text("mine")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "data").symlink_to(elsewhere)
     with pytest.raises(FileExistsError, match=r"holds a run already; use --resume or --overwrite"):
         train(options)
     with pytest.raises(ValueError, match=r"training.learning_rate is 0.1; the run to resume has 0.01"):
@@ -166,6 +169,8 @@ def test_existing_folders_are_not_overwritten(make_options, tmp_path):
     assert (run / "note.txt").exists()
     train(options, overwrite=True)
     assert not (run / "note.txt").exists()
+    assert not (run / "data").is_symlink()
+    assert elsewhere.is_dir()
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "thesis.tex").write_text("")

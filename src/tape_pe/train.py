@@ -150,7 +150,7 @@ def _prepare(run: Path, overwrite: bool) -> None:
     """Removes what interrupted writes left, or everything that an earlier run did."""
     remove_staging_folders(run)
     for path in [path for path in run.iterdir() if not path.name.startswith(".")] if overwrite else []:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _train(options: RunOptions, arguments: TrainingArguments, checkpoint: Path | None) -> None:
@@ -194,6 +194,7 @@ def check_run(
     resume: bool | str | os.PathLike[str] = False,
     overwrite: bool = False,
     elsewhere: bool = False,
+    check_task: bool = True,
 ) -> Path | None:
     """Everything that `train` refuses, found out before any work; writes nothing.
 
@@ -202,6 +203,7 @@ def check_run(
         resume: see `train`.
         overwrite: see `train`.
         elsewhere: whether a launcher will start the run, so that its devices and processes are not this process's.
+        check_task: whether to read the task's data too; not needed again for the same task.
 
     Returns:
         The checkpoint that training would go on from, if any.
@@ -213,7 +215,8 @@ def check_run(
     select_backend(arguments.device)
     if not elsewhere:
         _check_processes(arguments)
-    options.task.check()
+    if check_task:
+        options.task.check()
     run, tokenizer = Path(options.output_dir), options.task.tokenizer()
     _check_lengths(build_config(options.model, tokenizer), options.task)
     if options.model.init_from is not None:
@@ -249,11 +252,11 @@ def _check_lengths(config: TapeLMConfig, task: Task) -> None:
     """Raises ValueError where the task scores longer texts than the encoding can read."""
     encoding = get_encoding(config.encoding)
     limit = encoding.longest_text(config.encoding_sizes(), config.parsed_encoding_options())
-    if limit is not None and task.longest_scored is not None and task.longest_scored > limit:
+    longest = task.longest_scored
+    if limit is not None and longest is not None and longest > limit:
         raise ValueError(
             f"model.encoding={config.encoding!r}: with max_position_embeddings={config.max_position_embeddings} and "
-            f"these options it reads at most {limit} tokens; the longest text that the task scores has "
-            f"{task.longest_scored}"
+            f"these options it reads at most {limit} tokens; the longest text that the task scores has {longest}"
         )
 
 

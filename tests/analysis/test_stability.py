@@ -9,10 +9,9 @@ from transformers import AutoTokenizer
 
 from tape_pe.analysis import measure_stability
 from tape_pe.analysis.stability import MOVED, first_tokens, front_token
-from tape_pe.report.stability import PUBLISHED, published_table, ratios
+from tape_pe.report.stability import PRECISIONS, PUBLISHED, published_table, ratios
 from tape_pe.tasks.tokenizers import character_tokenizer, word_tokenizer
 
-DTYPES = ("float32", "bfloat16")
 RESULTS = Path(__file__).parents[2] / "results" / "stability.jsonl"
 
 
@@ -103,9 +102,16 @@ def lines():
     return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_committed_attention_of_tape_is_as_stable_as_that_of_rope(dtype):
-    assert max(ratios(lines(), "attention", dtype)["tape"]) <= 2
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_committed_attention_of_tape_is_as_stable_as_that_of_rope(precision):
+    assert max(ratios(lines(), "attention", precision)["tape"]) <= 2
+
+
+@pytest.mark.parametrize("measure", ["attention", "states"])
+def test_committed_differences_have_the_published_pattern(measure):
+    found = ratios(lines(), measure, "bfloat16_start")
+    assert max(found["tape"]) <= 2
+    assert min(found["tape_without_equivariance"][1:]) >= 5
 
 
 @pytest.mark.parametrize("measure", ["attention", "states"])
@@ -131,7 +137,7 @@ def test_committed_lines_are_of_the_same_seeds_and_texts():
 def test_ratios_and_table():
     def line(name, seed, value):
         part = {"attention": [value] * 8, "states": [value] * 8}
-        return {"name": name, "seed": seed, "metrics": {d: {"front": part, "shift": part} for d in DTYPES}}
+        return {"name": name, "seed": seed, "metrics": {p: {"front": part, "shift": part} for p in PRECISIONS}}
 
     scales = dict(zip(PUBLISHED["states"]["shift"], (0.01, 0.02, 0.2), strict=True))
     made = [line(name, seed, scale * (seed + 1)) for seed in range(3) for name, scale in scales.items()]
@@ -142,4 +148,5 @@ def test_ratios_and_table():
     rows = [[cell.text for cell in row] for row in table.rows]
     assert rows[0][1:] == ["rope", "published", "8.93", "8.51", "12.29", "11.46"]
     assert rows[1][1:] == ["rope", "ours, float32", "2", "2", "2", "2"]
-    assert len(rows) == 18
+    assert rows[2][2] == "ours, float32, start bfloat16"
+    assert len(rows) == 24

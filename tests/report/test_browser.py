@@ -186,7 +186,7 @@ def test_tables_scroll_by_keyboard_on_a_phone(site, visit):
     region = page.locator(".scroll").first
     region.focus()
     page.keyboard.press("ArrowRight")
-    playwright.expect(region).not_to_have_js_property("scrollLeft", 0)  # its retries are no `eval`, which the page forbids
+    playwright.expect(region).not_to_have_js_property("scrollLeft", 0)  # waits without `eval`, which the page forbids
     first = table(page, RANGES).locator("tbody th").first
     assert first.bounding_box()["x"] < 40, "the encoding's name stays in sight"
 

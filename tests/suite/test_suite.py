@@ -20,6 +20,9 @@ from tape_pe.options import load_options
 from tape_pe.results import read_results
 from tape_pe.suite import Failure, finished_results, load_suite, plan, run_suite
 from tape_pe.suite.estimate import estimate_seconds
+from tape_pe.tasks.base import Task
+from tape_pe.tasks.copying import Copy
+from tape_pe.tasks.state_tracking import StateTracking
 from tape_pe.train import build_config, check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "suites"
@@ -63,6 +66,13 @@ def test_plan_has_every_combination_once_with_seeds_slowest(write) -> None:
     for run in runs:
         model = TapeLMForCausalLM(build_config(run.options.model, run.options.task.tokenizer()))
         assert run.parameters == model.num_parameters()
+
+
+def test_data_of_a_task_are_read_once_for_all_its_runs(write, monkeypatch) -> None:
+    checked = []
+    monkeypatch.setattr(Task, "check", lambda task: checked.append(type(task)))
+    plan(load_suite(write()))
+    assert checked == [Copy, StateTracking]
 
 
 def test_parameters_are_matched_by_the_width_of_the_mlp(write) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -90,6 +91,13 @@ def test_lengths_beyond_the_trained_one_are_out_of_range():
     assert metrics["exact_match_in_range"] == 1.0
     assert metrics["exact_match_out_of_range"] == 0.0
     assert metrics["exact_match"] == pytest.approx(2 / 3)
+
+
+def test_the_longest_scored_text_is_a_prompt_with_its_answer():
+    assert TASK.longest_scored == 192 + 10
+    assert Passkey(length=96, seeds=8).longest_scored == 4 * 96 + 10
+    told = Passkey(length=96, seeds=8, texts={**asdict(TASK.texts), "answer": " it is {key}"})
+    assert told.longest_scored == 4 * 96 + len(" it is 50000") + 1
 
 
 @pytest.mark.parametrize(

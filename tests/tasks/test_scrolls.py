@@ -202,6 +202,7 @@ def test_cut_inputs_and_unfinished_answers_are_counted():
     assert all(len(prompt) == 280 for prompt in model.prompts)
     assert all(prompt.endswith("\n\nAnswer:") and "?\n\n" in prompt for prompt in model.prompts)
     assert (found["scored_length"], found["trained_length"]) == (300, 500)
+    assert task.longest_scored == 300
     assert found["f1"] == pytest.approx(100 * (2 / 6) / 3), "`Yes` five times, for one `Yes`"
 
 

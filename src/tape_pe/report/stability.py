@@ -11,6 +11,12 @@ from tape_pe.report.parts import MISSING, Cell, Table
 
 WAYS = {"front": f"{MOVED} tokens in front", "shift": f"position ids from {MOVED}"}
 MEASURES = {"attention": "Difference in attention weights, x1e-2", "states": "Difference of state inner products, %"}
+PRECISIONS = {
+    "float32": "float32",
+    "bfloat16_start": "float32, start bfloat16",
+    "bfloat16": "bfloat16",
+}
+"""What `experiments/stability.py` measures in. The second rounds the start state, cos and sin, and nothing else."""
 
 
 def figure(value: float | None) -> str:
@@ -80,28 +86,28 @@ def published_table(lines: Sequence[Mapping[str, Any]], measure: str) -> Table:
         for model, published in PUBLISHED[measure][way].items():
             start = [Cell(described), Cell(model)]
             rows.append([*start, Cell("published"), *(Cell(f"{value:.2f}") for value in published)])
-            for dtype in ("float32", "bfloat16"):
-                found = [line["metrics"][dtype][way][measure] for line in lines if line["name"] == model]
+            for precision, described_precision in PRECISIONS.items():
+                found = [line["metrics"][precision][way][measure] for line in lines if line["name"] == model]
                 values = [median(one[layer - 1] for one in found) for layer in PUBLISHED_LAYERS] if found else []
-                rows.append([*start, Cell(f"ours, {dtype}"), *(Cell(figure(value)) for value in values)])
+                rows.append([*start, Cell(f"ours, {described_precision}"), *(Cell(figure(value)) for value in values)])
     headers = ["moved by", "model", "figures", *(f"layer {layer}" for layer in PUBLISHED_LAYERS)]
     return Table(MEASURES[measure], headers, rows, [False] * 3 + [True] * 4)
 
 
-def ratios(lines: Sequence[Mapping[str, Any]], measure: str, dtype: str) -> dict[str, list[float]]:
+def ratios(lines: Sequence[Mapping[str, Any]], measure: str, precision: str) -> dict[str, list[float]]:
     """What a shift of position ids does to TAPE, in units of RoPE, and without equivariance, in units of TAPE.
 
     Args:
         lines: result lines of `experiments/stability.py`, of the same seeds for all three models.
         measure: `"attention"` or `"states"`.
-        dtype: precision of the measurement.
+        precision: one of `PRECISIONS`.
 
     Returns:
         `"tape"` and `"tape_without_equivariance"`: the ratio of medians over seeds, for every layer.
     """
 
     def medians(model: str) -> list[float]:
-        found = [line["metrics"][dtype]["shift"][measure] for line in lines if line["name"] == model]
+        found = [line["metrics"][precision]["shift"][measure] for line in lines if line["name"] == model]
         return [median(layer) for layer in zip(*found, strict=True)]
 
     rope, tape, ablation = map(medians, PUBLISHED[measure]["shift"])

@@ -82,13 +82,12 @@ class Suite:
     def __post_init__(self) -> None:
         check_option_types(Suite, {f.name: getattr(self, f.name) for f in fields(Suite)}, "")
         for name in ("processes", "threads"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        if not isinstance(self.seeds, (list, tuple)) or not self.seeds or not _are_distinct(self.seeds, int):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: an integer of at least 1 is needed")
+        if not _are_distinct(self.seeds, int):
             raise ValueError(f"seeds={self.seeds!r}: different integers, one or more, are needed")
         try:
-            shlex.split(self.launcher or "")
+            _ = self.launcher_words
         except ValueError as error:
             raise ValueError(f"launcher={self.launcher!r}: not the beginning of a command ({error})") from error
         for name in ("encodings", "tasks"):
@@ -101,7 +100,7 @@ class Suite:
                 if label.startswith(".") or label in TAKEN_NAMES:
                     raise ValueError(f"{name}={label!r}: another label is needed; the suite's folder has such a name")
         for label, task in self.tasks.items():
-            if task.encodings is not None and (not task.encodings or not _are_distinct(task.encodings, str)):
+            if task.encodings is not None and not _are_distinct(task.encodings, str):
                 raise ValueError(
                     f"tasks.{label}.encodings={task.encodings!r}: different labels, one or more, are needed"
                 )
@@ -152,9 +151,9 @@ class PlannedRun:
 
 
 def _are_distinct(values: Any, kind: type) -> bool:
-    """Whether a list holds values of this kind alone, each once."""
+    """Whether a list holds values of this kind alone, each once, and at least one."""
     is_list = isinstance(values, (list, tuple)) and all(type(value) is kind for value in values)
-    return is_list and len(set(values)) == len(values)
+    return is_list and 0 < len(values) == len(set(values))
 
 
 def load_suite(path: Path, **changes: Any) -> Suite:
@@ -205,6 +204,7 @@ def plan(suite: Suite) -> list[PlannedRun]:
     runs = []
     tasks = {label: _task(label, entry) for label, entry in suite.tasks.items()}
     models: dict[tuple[str, str], tuple[ModelOptions, int]] = {}
+    checked: set[str] = set()
     for seed in suite.seeds:
         for label, entry in suite.tasks.items():
             for encoding in entry.encodings or suite.encodings:
@@ -217,7 +217,9 @@ def plan(suite: Suite) -> list[PlannedRun]:
                     training = {"report_to": "none", "disable_tqdm": True, **training}
                     options = RunOptions(str(suite.folder / name), model, *tasks[label], training)
                     if seed == suite.seeds[0] or Path(options.output_dir).exists():
-                        check_run(options, resume=True, elsewhere=suite.launcher is not None)
+                        elsewhere = suite.launcher is not None
+                        check_run(options, resume=True, elsewhere=elsewhere, check_task=label not in checked)
+                        checked.add(label)
                 except (ValueError, OSError) as error:
                     kind = FileExistsError if isinstance(error, FileExistsError) else ValueError
                     raise kind(f"{name}: {error}") from error

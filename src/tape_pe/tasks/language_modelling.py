@@ -71,9 +71,9 @@ class LanguageModelling(Task):
             raise ValueError(f"task.tokens={self.tokens!r}: one of {', '.join(get_args(TokenizerKind))} is needed")
         if not self.eval_factors or not all(factor * self.length >= 2 for factor in self.eval_factors):
             raise ValueError(f"task.eval_factors={self.eval_factors!r}: lengths of at least 2 tokens are needed")
-        if max(self.eval_lengths) > self.eval_tokens:
+        if self.longest_scored > self.eval_tokens:
             raise ValueError(
-                f"task.eval_tokens={self.eval_tokens}: at least the longest length, {max(self.eval_lengths)}, is needed"
+                f"task.eval_tokens={self.eval_tokens}: at least the longest length, {self.longest_scored}, is needed"
             )
         if self.eval_data is None and not has_splits(self.data):
             raise ValueError(f"task.eval_data=None: {self.data!r} has no splits, so texts to score are needed")

@@ -124,6 +124,11 @@ class PasskeyPrompts:
         """Tokens of a prompt without any filler."""
         return len(self._introduction) + len(self._key_sentence(key)) + len(self._question)
 
+    @property
+    def most_new_tokens(self) -> int:
+        """Tokens that are written behind a prompt, at most."""
+        return _new_tokens(self._answer(LARGEST_KEY))
+
     def check_length(self, length: int, key: int = LARGEST_KEY) -> None:
         """Raises ValueError if no prompt of `length` tokens can hold the key."""
         if length < (least := self.shortest(key)):
@@ -219,13 +224,18 @@ def answer_prompts(
     answers = []
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
-        longest = max(NEW_TOKENS, 1 + max(len(prompt.answer_ids) for prompt in batch))
+        longest = max(_new_tokens(prompt.answer_ids) for prompt in batch)
         written = continue_greedily(model, tokenizer, [prompt.input_ids for prompt in batch], longest)
         for prompt, new in zip(batch, written, strict=True):
             answers.append(score(tokenizer, prompt, new))
         if progress is not None:
             progress.update(len(batch))
     return answers
+
+
+def _new_tokens(answer_ids: Sequence[int]) -> int:
+    """How many tokens to write where `answer_ids` are expected: one more shows whether the number ends there."""
+    return max(NEW_TOKENS, 1 + len(answer_ids))
 
 
 def score(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, new_ids: Sequence[int]) -> Answer:

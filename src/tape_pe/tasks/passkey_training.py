@@ -69,6 +69,11 @@ class Passkey(Task):
         least = max(self.length // 2, self.prompts.shortest())
         return self.eval_lengths or [least, self.length, 2 * self.length, 4 * self.length]
 
+    @property
+    def longest_scored(self) -> int:
+        """See `Task.longest_scored`: the longest prompt, and what is written behind it."""
+        return max(self.tested_lengths) + self.prompts.most_new_tokens
+
     @cached_property
     def prompts(self) -> PasskeyPrompts:
         """Makes prompts of these words."""

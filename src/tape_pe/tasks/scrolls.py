@@ -111,6 +111,11 @@ class Scrolls(Task):
         return self.length if self.eval_length is None else self.eval_length
 
     @property
+    def longest_scored(self) -> int:
+        """See `Task.longest_scored`: `scored_length`."""
+        return self.scored_length
+
+    @property
     def output_tokens(self) -> int:
         """Most tokens of an output with its end of sequence."""
         return NEW_TOKENS[self.dataset] if self.max_new_tokens is None else self.max_new_tokens
