@@ -58,7 +58,7 @@ def table(
         for group, members in groups.items()
     ]
     numeric = [False] * len(names) + [True] * (1 + len(columns))
-    return "```\n" + plain_text(Table(caption, headers, rows, numeric)) + "\n```\n"
+    return f"{caption}:\n\n```\n{plain_text(Table(caption, headers, rows, numeric))}\n```\n"
 
 
 def adapters() -> str:
@@ -156,19 +156,30 @@ def _paired(found: SuiteResults) -> str:
     return f"Against RoPE with the same seed (points; perplexity as it is, where less is better):\n\n```\n{text}\n```\n"
 
 
+IN_AND_OUT = (("in range", "accuracy_in_range", 100, 1), ("out of range", "accuracy_out_of_range", 100, 1))
+PERPLEXITIES = (("perplexity", "perplexity", 1, 3), ("at 4 x the length", "perplexity_longest", 1, 2))
+POSITION_WEIGHTS = {"s3": IN_AND_OUT, "recall": IN_AND_OUT, "language": PERPLEXITIES}
+
+
 def position_weights() -> str:
-    """The table of `experiments/position_weights.py`, below the suite's own lines for the same task."""
-    names = {"s3/rope": "rope", "s3/tape": "tape"}
-    lines = [
-        {**line, "name": names.get(line["name"].rpartition("/")[0])} for line in read_lines("two_cores/results.jsonl")
-    ]
-    lines = [line for line in lines if line["name"]] + read_lines("position_weights.jsonl")
-    columns = [
-        (header, lambda line, key=key: 100 * line["metrics"][key], 1)
-        for header, key in (("in range", "accuracy_in_range"), ("out of range", "accuracy_out_of_range"))
-    ]
-    columns.append(("training loss", lambda line: line["loss_curve"][-1][1], 3))
-    return table("S3", lines, lambda line: (line["name"],), ["variant of tape"], columns)
+    """The tables of `experiments/position_weights.py`, each below the suite's own lines for the same task."""
+    suite_lines, own = read_lines("two_cores/results.jsonl"), read_lines("position_weights.jsonl")
+    tables = []
+    for task, scores in POSITION_WEIGHTS.items():
+        lines = [
+            {**line, "name": encoding}
+            for encoding in ("rope", "tape")
+            for line in suite_lines
+            if line["name"].startswith(f"{task}/{encoding}/")
+        ]
+        lines += [line for line in own if line["config"]["task"] == lines[0]["config"]["task"]]
+        columns = [
+            (header, lambda line, key=key, factor=factor: factor * line["metrics"][key], digits)
+            for header, key, factor, digits in scores
+        ]
+        columns.append(("training loss", lambda line: line["loss_curve"][-1][1], 3))
+        tables.append(table(task, lines, lambda line: (line["name"],), ["variant of tape"], columns))
+    return "\n".join(tables)
 
 
 def page() -> str:
