@@ -214,11 +214,16 @@ trained here on 1.2 M bytes of Python, read on 64 texts of 128 tokens; medians o
 parameters. Numbers are of the same kind (the equations are in `tape_pe.analysis.stability`), not of the same models.
 Three EOS tokens stand in front, because the byte tokenizer has no BOS; packed training has EOS between documents.
 
-A shift of all positions leaves attention of TAPE and RoPE as it is but for rounding, alike at every layer: in fp32 by
-less than 1e-6, where TAPE without equivariance changes by hundredths in every layer behind the first. Inner products
-of states are rounding too, but more of it: TAPE's states are rounded again in every layer, RoPE's once, so the ratio of
-the two is above 2 while both are near nothing in fp32. In bf16 (weights and states) rounding is larger than in the
-published runs, whose figures lie between our two precisions, and hides part of what the ablation loses.
+A shift of all positions changes RoPE and TAPE by rounding alone, so the precision decides what the test shows. Rounding
+cos and sin to bf16, and nothing else, gives RoPE's states the same difference at every layer, as published. There the
+pattern is the published one, for attention and for states: TAPE stays within twice RoPE's difference at every layer,
+and without equivariance it is more than five times TAPE's at every layer behind the first, whose state is the start
+state with all three.
+
+In fp32 throughout, TAPE's attention stays as near to RoPE's, and without equivariance it is ten thousands of times
+TAPE's. Its inner products of states are above twice RoPE's there, because TAPE's states are rounded again in every
+layer and RoPE's once; both are below 2e-7. In bf16 throughout, rounding of weights, queries, keys and states hides part
+of what the ablation loses: at the layer where they are nearest, it is two to three times TAPE's difference.
 
 {stability()}
 ## Encodings compared
@@ -227,7 +232,7 @@ published runs, whose figures lie between our two precisions, and hides part of 
 same samples in the same order. *Out of range* is beyond the trained lengths. The interval is that of the mean (t);
 `clearly best` stands where an encoding's interval lies apart from all others. `tape report results/two_cores` draws the
 same lines as pages, with learning curves and scores by length. Some of the first seed's runs are of an earlier revision
-than the rest (each line names its own), which differs from it in speed and messages, not in what these runs compute.
+than the rest (each line names its own), which differs from it in speed, messages and rounding.
 
 One encoding is clearly best at one thing: ALiBi at text of four times the trained length. With three seeds only large
 differences can be told from chance. What can be told about TAPE:
@@ -242,7 +247,8 @@ differences can be told from chance. What can be told about TAPE:
   seeds and TAPE with none. Addition beyond the trained square is published as TAPE's strength, for models a thousand
   times as large; here it gets next to nothing of it right, like RoPE, xPos and T5, and the few points go to FIRE, NoPE,
   randomized positions and ALiBi.
-* None of the five changes to TAPE is better than TAPE on both tasks that have them, so the defaults stay as published.
+* None of the five changes to TAPE is clearly better than TAPE, seed by seed, on both tasks that have them, so the
+  defaults stay as published.
 
 {suite()}
 ## What TAPE's own weights need
