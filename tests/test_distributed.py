@@ -208,6 +208,30 @@ def test_killed_while_saving(make_options, moment, processes):
     assert [path.name for path in run.glob(".*")] == [".lock"], "no temporary files are left"
 
 
+IN_PLACE = "str(arguments[1]).endswith('killed/model.safetensors')"
+# Moments of saving the final model: when one of its files has its place, and when only `training.json` is missing.
+FINAL_MOMENTS = {
+    "one file": KILL.format(where="os", name="replace", when=IN_PLACE, after=True),
+    "all but one": KILL.format(
+        where="training", name="write_json", when="arguments[0].name == 'training.json'", after=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", FINAL_MOMENTS)
+def test_killed_while_saving_the_final_model(make_options, moment):
+    straight = train(make_options("straight", per_device_train_batch_size=16, **SHORT))
+    options = make_options("killed", per_device_train_batch_size=16, **SHORT)
+    run = Path(options.output_dir)
+    assert launch(options, 1, FINAL_MOMENTS[moment])[0][0] == -signal.SIGKILL
+    assert (run / "model.safetensors").exists()
+    assert not (run / "training.json").exists(), "it has not finished"
+    train(options, resume=True)
+    assert_same_run(straight, run, exact=True)
+    assert [path.name for path in run.glob(".*")] == [".lock"], "no temporary files are left"
+
+
 def test_a_checkpoint_of_the_same_name_is_replaced_whole(make_options, monkeypatch):
     """Resumed from an earlier checkpoint, a run comes to a later one again; killed then, it has one or the other."""
     options = make_options(per_device_train_batch_size=16, **SHORT)
