@@ -26,7 +26,6 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from tape_pe.encodings import get_encoding
@@ -36,7 +35,15 @@ from tape_pe.ops.backends import select_backend
 from tape_pe.options import CONFIG_FILE, ModelOptions, RunOptions, load_options, training_arguments
 from tape_pe.results import git_revision, library_versions
 from tape_pe.tasks.base import RightPaddingCollator, Task
-from tape_pe.trainer import PROGRESS_FILE, RunTrainer, StopOnSignal, TrainingInterruptedError, samples_per_step
+from tape_pe.trainer import (
+    PROGRESS_FILE,
+    RunTrainer,
+    StopOnSignal,
+    TrainingInterruptedError,
+    check_checkpoint,
+    check_processes,
+    samples_per_step,
+)
 
 __all__ = [
     "FREE_ON_RESUME", "PROGRESS_FILE", "TRAINING_FILE", "RunTrainer", "StopOnSignal", "TrainingInterruptedError",
@@ -214,7 +221,7 @@ def check_run(
     arguments = training_arguments(options, elsewhere=elsewhere)
     select_backend(arguments.device)
     if not elsewhere:
-        _check_processes(arguments)
+        check_processes(arguments)
     if check_task:
         options.task.check()
     run, tokenizer = Path(options.output_dir), options.task.tokenizer()
@@ -244,7 +251,8 @@ def check_run(
         found = get_last_checkpoint(str(run)) if resume and run.is_dir() else None
     if found is None:
         return None
-    _check_checkpoint(Path(found), options, None if elsewhere else samples_per_step(arguments))
+    samples = None if elsewhere else samples_per_step(arguments)
+    check_checkpoint(Path(found), arguments.max_steps, samples, prefix="training.")
     return Path(found)
 
 
@@ -257,38 +265,6 @@ def _check_lengths(config: TapeLMConfig, task: Task) -> None:
         raise ValueError(
             f"model.encoding={config.encoding!r}: with max_position_embeddings={config.max_position_embeddings} and "
             f"these options it reads at most {limit} tokens; the longest text that the task scores has {longest}"
-        )
-
-
-def _check_processes(arguments: TrainingArguments) -> None:
-    """Raises ValueError where processes that were started together would each train alone, or not shard as asked."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != arguments.world_size:
-        raise ValueError(
-            f"WORLD_SIZE={started}: the processes would not train together; without GPUs set ACCELERATE_USE_CPU=true"
-        )
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if sharded and arguments.world_size > 1 and arguments.device.type == "cpu":
-        raise ValueError("ACCELERATE_USE_FSDP='true': accelerate shards on accelerators only; use ddp.yaml on CPUs")
-
-
-def _check_checkpoint(checkpoint: Path, options: RunOptions, samples: int | None) -> None:
-    """Raises ValueError for a checkpoint that is damaged, beyond the end of the training that resumes from it, or of
-    training with another number of samples per step, where that is known."""
-    try:
-        progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
-        steps, before = progress["steps"], progress.get("samples_per_step", samples)
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint is {checkpoint}, which is damaged ({error!r}); give another one") from error
-    if steps > options.training["max_steps"]:
-        raise ValueError(
-            f"training.max_steps is {options.training['max_steps']}; {checkpoint} has {steps} steps already"
-        )
-    if samples is not None and samples != before:
-        raise ValueError(
-            f"samples per step={samples}: {checkpoint} was written with {before}; "
-            f"{' x '.join(sorted(BATCH_FIELDS))} x processes must be as many"
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from tape_pe.files import staging_folder, write_json
@@ -32,6 +32,53 @@ PROGRESS_FILE = "progress.json"
 def samples_per_step(arguments: TrainingArguments) -> int:
     """Samples of an optimizer step, of all processes together."""
     return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+
+
+def check_processes(arguments: TrainingArguments, *, can_shard: bool = True) -> None:
+    """Raises ValueError where processes that were started together would each train alone, or not shard as asked.
+
+    Args:
+        arguments: of the training.
+        can_shard: whether what is trained may be sharded at all.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != arguments.world_size:
+        raise ValueError(
+            f"WORLD_SIZE={started}: the processes would not train together; without GPUs set ACCELERATE_USE_CPU=true"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    if not can_shard:
+        raise ValueError("ACCELERATE_USE_FSDP='true': every process keeps the whole model here; use ddp.yaml")
+    if arguments.world_size > 1 and arguments.device.type == "cpu":
+        raise ValueError("ACCELERATE_USE_FSDP='true': accelerate shards on accelerators only; use ddp.yaml on CPUs")
+
+
+def check_checkpoint(checkpoint: Path, max_steps: int, samples: int | None, *, prefix: str = "") -> None:
+    """Refuses to go on from a checkpoint that does not fit.
+
+    Args:
+        checkpoint: its folder.
+        max_steps: where the training that goes on from it ends.
+        samples: its samples per step; `None` where they are not known here.
+        prefix: of the options' names in messages.
+
+    Raises:
+        ValueError: it is damaged, beyond that end, or of training with another number of samples per step.
+    """
+    try:
+        progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
+        steps, before = progress["steps"], progress.get("samples_per_step", samples)
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint is {checkpoint}, which is damaged ({error!r}); give another one") from error
+    if steps > max_steps:
+        raise ValueError(f"{prefix}max_steps is {max_steps}; {checkpoint} has {steps} steps already")
+    if samples is not None and samples != before:
+        raise ValueError(
+            f"samples per step={samples}: {checkpoint} was written with {before}; "
+            f"batch size x accumulation x processes must be as many"
+        )
 
 
 class TrainingInterruptedError(Exception):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tape_pe.files import sole_user
 from tape_pe.finetuning.finetune import BlockDataset, FinetuneTrainer, finetune, held_out_loss
 from tape_pe.finetuning.options import METHODS, FinetuneOptions, check_finetune
 from tape_pe.language.pretrained import FINETUNE_FILE, load_causal_lm, load_tokenizer
@@ -128,6 +129,34 @@ def test_two_processes_give_the_same_curve(make_finetune):
     assert (two.tokens, two.steps) == (one["tokens"], 3)
     assert [loss for _, loss in two.loss_curve] == pytest.approx([loss for _, loss in one["loss_curve"]], rel=1e-5)
     assert two.metrics["held_out_loss"] == pytest.approx(one["metrics"]["held_out_loss"], rel=1e-5)
+
+
+def test_shards_are_refused(make_finetune, monkeypatch):
+    options = make_finetune("lora")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP='true': every process keeps the whole model here"):
+        finetune(options)
+    assert not options.folder.exists()
+
+
+def test_checkpoints_that_do_not_fit_and_folders_in_use_are_refused(make_finetune, monkeypatch):
+    options = make_finetune("lora")
+    with monkeypatch.context() as patch:
+        patch.setattr(FinetuneTrainer, "training_step", interrupting(FinetuneTrainer.training_step))
+        with pytest.raises(TrainingInterruptedError):
+            finetune(options)
+    with sole_user(options.folder), pytest.raises(FileExistsError, match="is in use: another process writes to it"):
+        finetune(options, resume=True)
+    path = options.folder / "checkpoint-2" / "progress.json"
+    progress = json.loads(path.read_text())
+    path.write_text(json.dumps({**progress, "samples_per_step": 8}))
+    with pytest.raises(ValueError, match=r"samples per step=4: .*checkpoint-2 was written with 8; .* x processes"):
+        finetune(options, resume=True)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="checkpoint-2, which is damaged"):
+        finetune(options, resume=True)
+    path.write_text(json.dumps(progress))
+    assert finetune(options, resume=True)["steps"] == 3
 
 
 def test_short_texts_are_repeated_in_other_orders():

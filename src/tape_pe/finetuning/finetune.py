@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,21 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, TrainingArguments,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from tape_pe.convert import trainable_parameters
-from tape_pe.files import read_json, remove_staging_folders, staging_folder, write_json
+from tape_pe.files import read_json, remove_staging_folders, sole_user, staging_folder, write_json
 from tape_pe.finetuning.methods import build_model, config_changes, save_model
 from tape_pe.finetuning.options import TAPE_METHODS, FinetuneOptions, check_finetune
 from tape_pe.language.perplexity import nll_sum
 from tape_pe.language.pretrained import FINETUNE_FILE, load_tokenizer
 from tape_pe.language.text import has_splits, read_texts, token_blocks
 from tape_pe.results import RESULTS_FILE, Result, append_result, git_revision, library_versions, read_results
-from tape_pe.train import RunTrainer, StopOnSignal, TrainingInterruptedError
+from tape_pe.trainer import (
+    RunTrainer,
+    StopOnSignal,
+    TrainingInterruptedError,
+    check_checkpoint,
+    check_processes,
+    samples_per_step,
+)
 
 WEIGHTS_FILE = "trained.safetensors"
 FACTS_FILE = "facts.json"
@@ -53,7 +61,7 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
 
     Raises:
         ValueError, FileNotFoundError: options that cannot work.
-        FileExistsError: the output folder is in use, and `resume` is not set.
+        FileExistsError: the output folder holds a run, and `resume` is not set; or another process trains in it.
         TrainingInterruptedError: a signal stopped it; resume to go on.
         FloatingPointError: the loss became infinite or NaN; the message names the step.
     """
@@ -62,13 +70,16 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
     if resume and (folder / RESULTS_FILE).is_file():
         return asdict(read_results(folder)[-1])
     arguments = _training_arguments(options)
+    check_processes(arguments, can_shard=False)
+    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if checkpoint is not None:
+        check_checkpoint(Path(checkpoint), options.max_steps, samples_per_step(arguments))
     tokenizer = load_tokenizer(options.model)
     changes = config_changes(options, AutoConfig.from_pretrained(options.model))
     train_blocks, eval_blocks = _read_blocks(options, tokenizer, arguments.world_size)
     set_seed(options.seed)
     model = build_model(options, changes)
     _check_vocabulary(options, model, train_blocks.blocks, eval_blocks)
-    trainable = trainable_parameters(model)
     trainer = FinetuneTrainer(
         model=model,
         args=arguments,
@@ -77,10 +88,26 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
         processing_class=tokenizer,
     )
     trainer.accelerator.wait_for_everyone()  # every process has looked at the folder before one writes to it
-    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    trainer.accelerator.wait_for_everyone()
-    if arguments.should_save:
-        prepare_folder(options, changes)
+    with sole_user(folder) if arguments.should_save else nullcontext():
+        if arguments.should_save:
+            prepare_folder(options, changes)
+        result = _train(trainer, options, changes, eval_blocks, checkpoint)
+        if arguments.should_save:
+            _finish(options, model, tokenizer, result)
+        trainer.accelerator.wait_for_everyone()
+    return asdict(result)
+
+
+def _train(
+    trainer: FinetuneTrainer,
+    options: FinetuneOptions,
+    changes: dict[str, Any],
+    eval_blocks: Tensor,
+    checkpoint: str | None,
+) -> Result:
+    """Trains, from a checkpoint on if one is given, and measures before and behind."""
+    trainable = trainable_parameters(trainer.model)
+    if trainer.args.should_save:
         print(trainable, flush=True)
     started = time.perf_counter()
     if checkpoint is None:
@@ -91,12 +118,12 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
         trainer.train(resume_from_checkpoint=checkpoint)
     step = trainer.state.global_step
     if step < options.max_steps:
-        raise TrainingInterruptedError(folder / f"{PREFIX_CHECKPOINT_DIR}-{step}", step)
+        raise TrainingInterruptedError(options.folder / f"{PREFIX_CHECKPOINT_DIR}-{step}", step)
     started = time.perf_counter()
     after = held_out_loss(trainer.model, eval_blocks, options.batch_size)
     progress = trainer.progress()
-    result = Result(
-        name=folder.resolve().name,
+    return Result(
+        name=options.folder.resolve().name,
         task="finetune",
         config={
             "model": {
@@ -122,10 +149,6 @@ def finetune(options: FinetuneOptions, *, resume: bool = False) -> dict[str, Any
             "trained": trainable.to_dict(),
         },
     )
-    if arguments.should_save:
-        _finish(options, model, tokenizer, result)
-    trainer.accelerator.wait_for_everyone()
-    return asdict(result)
 
 
 def held_out_loss(model: Any, blocks: Tensor, batch_size: int) -> float | None:
