@@ -255,15 +255,15 @@ differences can be told from chance. What can be told about TAPE:
 ## What TAPE's own weights need
 
 `python experiments/position_weights.py`: three tasks of the same suite, one thing changed in how TAPE's own weights are
-trained; % of elements that are right, and perplexities. `rope` and `tape` are the suite's runs. Recall and language have
-the three changes that did most on S3: `--tasks '[recall,language]' --variants
+trained; % of elements that are right, and perplexities. `rope` and `tape` are the suite's runs. Recall and language
+have the three changes that did most on S3: `--tasks '[recall,language]' --variants
 '["learning rate x 0.1","weight decay 1","position_size 4"]'`.
 
-On S3 a tenth of the learning rate for TAPE's own weights, more weight decay for them, and fewer of them (`position_size`
-4 in place of 16) each take back about half or more of what TAPE loses to RoPE; three times the learning rate can lose
-much more. Fewer weights do not carry over: recall out of range and text at four times the length are worse with them.
-The other two do no harm there, and no good that three seeds can show. So the defaults stay, and who trains TAPE on
-state tracking should try the lower rate first.
+On S3 a tenth of the learning rate for TAPE's own weights, more weight decay for them, and fewer of them
+(`position_size` 4 in place of 16) each take back about half or more of what TAPE loses to RoPE; three times the
+learning rate can lose much more. Fewer weights do not carry over: they have the worst seeds of recall out of range and
+of text at four times the length. The other two do no harm there, and no good that three seeds can show. So the defaults
+stay, and who trains TAPE on state tracking should try the lower rate first.
 
 {position_weights()}"""
 
