@@ -123,6 +123,8 @@ def test_lines_alone_tell_what_has_finished(write) -> None:
     assert finished_results(elsewhere, plan(elsewhere)) == {first[0].name: first[0]}
     # And a run folder alone does so too, where the suite was killed before it wrote the line.
     Path("runs/small/results.jsonl").unlink()
+    assert main(["evaluate", "runs/small/copy/rope/seed-1", "--task.rows_per_size", "2"]) == 0  # of no interest here
+    assert len(read_results(Path("runs/small/copy/rope/seed-1"))) == 2
     assert run_suite(suite, runs) == (first, [])
     assert read_results(Path("runs/small")) == first
 

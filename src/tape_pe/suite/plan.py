@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -249,11 +250,15 @@ def finished_results(suite: Suite, runs: Sequence[PlannedRun]) -> dict[str, Resu
 
 
 def run_result(run: PlannedRun) -> Result | None:
-    """The latest result in the run's folder, under the run's name in the suite, if its training has finished."""
+    """The latest result in the run's folder, under the run's name in the suite, if its training has finished and it was
+    evaluated as planned."""
     path = run.folder / RESULTS_FILE
     lines = read_lines(path, Result, torn_end=True) if path.is_file() else []
-    finished = [line for line in lines if line.steps >= run.options.training["max_steps"]]
-    return replace(finished[-1], name=run.name) if finished else None
+    task = json.loads(json.dumps(run.options.sections()["task"]))  # as lines have it
+    evaluation = {name: task[name] for name in run.options.task.evaluation_options}.items()
+    steps = run.options.training["max_steps"]
+    found = [line for line in lines if line.steps >= steps and evaluation <= line.config["evaluation"].items()]
+    return replace(found[-1], name=run.name) if found else None
 
 
 def suite_lines(suite: Suite) -> dict[str, Result]:
